@@ -34,6 +34,17 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """For models so small that they only wait for a second one."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def typed(capsys):
     """Types a command line in this process, which ends with that exit code: what it prints, or its error."""
@@ -57,7 +68,7 @@ class Swept:
         self.environment = os.environ | fixed
 
     def sweep(self, rows) -> str:
-        """What a sweep of these rows says; it must succeed."""
+        """What a sweep of these variants says; it must succeed."""
         command = [sys.executable, "-m", "qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows)]
         command += ["--runs", self.runs]
         root = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ STEPS = 6
 
 
 def spec_of(case: dict):
-    """A row at smoke preset with 16 features a step, for the case's number of processes, and a model of its shape."""
+    """A variant at preset smoke, with 16 samples a step, the case's number of processes and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
     preset = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
     world, stages = case.get("world", 2), case.get("stages")

@@ -1,4 +1,4 @@
-"""Every encoder of the table does what BERT does: trains every kind of row, packs, saves, and costs what is counted."""
+"""Every encoder does what BERT does: trains all kinds of variants, packs, saves, and costs what is counted."""
 
 import re
 
@@ -17,23 +17,16 @@ from qa_lib.variants import RECIPES
 from tests.conftest import slow
 from tests.tiny import checkpoint, having, losses_of, planned, resized, trained, without_dropout
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
     return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in architectures.ENCODERS}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Models as small as these only wait for a second one."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def spec_of(variant, folder, **settings):
-    """A row at the smoke scale with three steps; without Inductor, which is slow: D1 stands for compiled rows."""
+    """A variant at preset smoke with three steps; without Inductor, which is slow: D1 stands for compiled ones."""
     spec = planned(variant, sizes={"steps": 3, "measure_from": 1, "checkpoint_every": 0}, model=folder)
     assert spec.skip is None
     return resized(spec, {"compile": spec.settings.compile.replace("inductor", "none")} | settings)
@@ -48,7 +41,7 @@ SLOW = pairs("A2", "A4", "B3", "C2", "D1", "E-packed", "E-adamw", mark=slow)
 
 
 @pytest.mark.parametrize(("variant", "kind"), [*pairs("A0", "A1", "B1", "C1", "E-dropout"), *SLOW])
-def test_rows_train(kind, variant, folders, tmp_path):
+def test_variants_train(kind, variant, folders, tmp_path):
     spec = spec_of(variant, folders[kind])
     model = build_model(spec)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -57,7 +50,7 @@ def test_rows_train(kind, variant, folders, tmp_path):
     assert len(set(losses)) == 3 and torch.tensor(losses).isfinite().all()
     for name, parameter in model.named_parameters():
         assert parameter.isfinite().all()
-        # Full rows move every matrix but those of tokens and positions that the few steps do not meet.
+        # Full variants move every matrix but those of tokens and positions that the few steps do not meet.
         moves = re.search(r"\.layers?\.", name) and parameter.ndim > 1 and ".lora_A" not in name
         if moves or not parameter.requires_grad:
             assert torch.equal(parameter, before[name]) != parameter.requires_grad, name

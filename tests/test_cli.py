@@ -76,7 +76,7 @@ def test_a_list_takes_commas_and_spaces(words):
 
 @pytest.mark.parametrize("verb", ["memory", "max-batch", "tune", "sweep"])
 @pytest.mark.parametrize("words", [["A1,C1", "--family", "C"], ["A1", "C1", "--family", "C"]], ids=" ".join)
-def test_every_verb_of_several_rows_takes_them_in_the_same_ways(verb, words):
+def test_every_verb_of_several_variants_takes_them_in_the_same_ways(verb, words):
     first = ["--variants"] if verb == "sweep" else []
     more = ["--limit-gib", "9"] if verb == "max-batch" else ["--preset", "smoke"]
     assert variants_of(parser_of(verb).parse_args([*first, *words, *more])) == ["A1", "C1", "C1", "C2-8", "C2"]

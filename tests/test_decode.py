@@ -180,10 +180,10 @@ def test_as_many_windows_as_squads_validation_set_has_take_seconds():
     assert ours * 12_000 / len(samples) < 3  # 1.7 on a slow and busy machine, where the double loop takes 7
 
 
-# The failed ablation A4-b: which fault the seeds' numbers point to, and that it cannot happen by accident.
+# The failed ablation A4-b: which fault the reference project's numbers point to, and that it cannot happen by accident.
 #
-# The seeds report for A4-b: train loss 0.794 (healthy: 0.789), exact 25.82, F1 26.87, where a healthy run had 73.78 and
-# 77.23, on the SQuAD v2 dev set, of whose 11,873 questions 5,945 have no answer. Two faults were candidates:
+# That project reports for A4-b: train loss 0.794 (healthy: 0.789), exact 25.82, F1 26.87, where a healthy run had 73.78
+# and 77.23, on the SQuAD v2 dev set, of whose 11,873 questions 5,945 have no answer. Two faults were candidates:
 #
 #   wrong join     the model is fine, but its outputs, computed in order of length, go to other questions. What is
 #                  answered is then independent of what was asked:
@@ -231,7 +231,7 @@ def evaluated(lab, rows):
 
 
 def test_rightly_joined_the_model_is_healthy_and_wrongly_it_scores_what_independence_gives(lab):
-    """The fault as row A4-b has it."""
+    """The fault as variant A4-b has it."""
     rows = predict_logits(lab.model, lab.samples)
     healthy, _ = evaluated(lab, rows)
     assert healthy["exact"] > 85 and healthy["f1"] > 85
@@ -250,4 +250,4 @@ def test_wrong_labels_give_another_signature(lab):
     loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
     found, nulls = evaluated(lab, in_order(lab.samples, logits))
     assert nulls == 1 and found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)
-    assert loss > 2 * 0.794, "the seeds' loss"
+    assert loss > 2 * 0.794, "the reference project's loss"

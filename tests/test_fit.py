@@ -16,7 +16,7 @@ from tests.tiny import losses_of, planned, quiet
 
 
 def short(variant="A1", settings=None, micro_batch=None, **sizes):
-    """A row at smoke preset with few steps and no quality, so that nothing is saved."""
+    """A variant at preset smoke with few steps and no quality, so that nothing is saved."""
     sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0, "quality": False} | sizes
     return planned(variant, settings=settings, sizes=sizes, micro_batch=micro_batch)
 

@@ -99,7 +99,7 @@ def test_what_a_gpu_only_communicates_is_exposed():
     assert busy_and_exposed([]) == (0, 0)
 
 
-def test_a_sharded_row_alone_says_nothing_of_noise(ranks, monkeypatch):
+def test_a_sharded_variant_alone_says_nothing_of_noise(ranks, monkeypatch):
     monkeypatch.setattr(zero1, "reduce_scatter", lambda out, given, op: out.copy_(given))
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor, group=None: None)
     assert one_step(zero1.Zero1, ranks, torch.randn(1, 2, 3))[1] == Noise()

@@ -1,4 +1,4 @@
-"""Language modelling, the second task: text to tokens to windows, rows L on a CPU, perplexity held to plain sums."""
+"""Language modelling, the second task: text to tokens to windows, family L on a CPU, perplexity held to plain sums."""
 
 import gzip
 import math
@@ -178,7 +178,7 @@ def test_a_context_above_the_models_positions_is_refused():
     refused(r"takes 80 tokens at most, and .* lm-smoke makes .* of 128", build_model, resized(short(), max_length=128))
 
 
-# Sizes, rows and presets.
+# Sizes, variants and presets.
 
 
 def test_a_shape_is_a_model_by_its_sizes():
@@ -194,7 +194,7 @@ def test_a_shape_is_a_model_by_its_sizes():
     assert find_shape("gpt2") is None
 
 
-def test_rows_and_scales_belong_to_a_task():
+def test_variants_and_presets_belong_to_a_task():
     for row, preset, said in (("L1", "smoke", "lm, and preset 'smoke' of task qa"), ("A1", "lm-smoke", "qa")):
         refused(f"{row} is a variant of task {said}", plan, [row], preset, machine=CPU)
     for name, row in VARIANTS.items():
@@ -214,7 +214,7 @@ def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     assert lengthened("L1", "lm-bench", 1000, batch=32).preset.batch == 32
 
 
-def test_a_sweep_takes_the_rows_of_its_scales_task_and_hands_on_the_length(monkeypatch, tmp_path):
+def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(monkeypatch, tmp_path):
     asked = Mock(return_value=[])
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
     monkeypatch.setattr(sweep, "plan", asked)
@@ -335,7 +335,7 @@ def test_a_model_of_the_other_task_is_refused(run):
 
 
 @pytest.mark.parametrize("row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split())
-def test_a_row_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
+def test_a_variant_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     spec = short(row)
     before = dict(build_model(spec).named_parameters())
     entry = fit(spec, tmp_path, say=quiet)
@@ -403,8 +403,8 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
 def test_neighbours_of_a_short_length_share_a_third_of_it():
     """Of lengths for which the preset's own would be more than half; the others keep it, and their runs their names."""
     questions, text = {128: 42, 129: 43, 255: 85, 256: 128, 512: 128}, {96: 32, 128: 64, 16_384: 64}
-    for row, scale, strides in (("A1", "sizing", questions), ("L1", "lm-sizing", text)):
-        assert {length: lengthened(row, scale, length).preset.stride for length in strides} == strides
+    for row, preset, strides in (("A1", "sizing", questions), ("L1", "lm-sizing", text)):
+        assert {length: lengthened(row, preset, length).preset.stride for length in strides} == strides
 
 
 def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):

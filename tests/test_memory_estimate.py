@@ -35,7 +35,7 @@ def spec_of(variant, bert_base, micro_batch, batch=None):
     return planned(variant, "bench", model=bert_base, **words)
 
 
-def test_the_verb_prints_rows_and_skips_and_refuses_a_cpu(bert_base, typed):
+def test_the_verb_prints_variants_and_skips_and_refuses_a_cpu(bert_base, typed):
     words = f"A1 E-dropout A1-int8 --preset bench --data synthetic:100 --model {bert_base} --compute-capability 7.5"
     printed = typed(f"memory {words}")
     assert "A1" in printed and "forward and backward" in printed and "8.0 or newer" in printed

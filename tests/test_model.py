@@ -1,4 +1,4 @@
-"""Each knob does what its row says: seen at the effect, not at the setting."""
+"""Each knob does what its variant says: seen at the effect, not at the setting."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ def inputs():
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "token_type_ids": torch.zeros_like(ids)} | labels
 
 
-def test_frozen_layers_of_bert_base_are_the_seeds_numbers():
+def test_frozen_layers_of_bert_base_are_the_reference_projects_numbers():
     config = BertConfig(num_hidden_layers=12, hidden_size=16, num_attention_heads=2, intermediate_size=16)
     for recipe, layers in (("freeze-bottom-10", {10, 11}), ("freeze-last-4", {*range(8)})):
         model = apply_recipe(BertForQuestionAnswering(config), RECIPES[recipe])

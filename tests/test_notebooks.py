@@ -1,4 +1,4 @@
-"""The notebooks: clean as files, and right when they are executed at smoke scale, by the sweep and by hand."""
+"""The notebooks: clean as files, and right when they are executed at preset smoke, by the sweep and by hand."""
 
 import ast
 import dataclasses
@@ -34,7 +34,7 @@ from tests.test_report import make
 from tests.tiny import planned, steps_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
-ROWS = ("A1", "B3", "C2-8", "D1", "E-packed")  # a quick row of each family
+ROWS = ("A1", "B3", "C2-8", "D1", "E-packed")  # a quick variant of each family
 # Lines of a cell, which fits on a screen; of all notebooks together; of the quickstart and of the speedrun.
 MAX_LINES, MOST_LINES, MOST_LINES_FIRST = 40, 1_500, 60
 MAX_BYTES = 500_000
@@ -152,7 +152,7 @@ def test_a_notebooks_links_into_the_repository_are_relative(path):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_notebook_begins_with_a_row_of_its_family(family):
+def test_a_family_notebook_begins_with_a_variant_of_its_family(family):
     values = {}
     path = ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb"
     exec(*tagged(path, "parameters"), values)
@@ -232,18 +232,18 @@ def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tm
     assert "is left alone, but this was tested with >=99" in done.stderr
 
 
-# Executed, at smoke scale.
+# Executed, at preset smoke.
 
 
 @pytest.fixture(scope="session")
 def every(swept):
-    """And a row of each other family."""
+    """And a variant of each other family."""
     swept.sweep(ROWS)
     return swept
 
 
 OTHERS = [slow(variant, "every") for variant in ROWS if variant != "A1"]
-every_row = pytest.mark.parametrize(("variant", "lab"), [("A1", "swept"), *OTHERS])
+every_variant = pytest.mark.parametrize(("variant", "lab"), [("A1", "swept"), *OTHERS])
 
 
 def run_here(path, **parameters):
@@ -268,8 +268,8 @@ def names() -> dict:
     return InteractiveShell.instance().user_ns
 
 
-@every_row
-def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(variant, lab, request):
+@every_variant
+def test_a_variant_through_its_notebook_leaves_the_record_that_was_asked_for(variant, lab, request):
     swept = request.getfixturevalue(lab)
     (spec,) = plan([variant], "smoke")
     folder = swept.folder_of(variant)
@@ -287,7 +287,7 @@ def test_a_row_through_its_notebook_leaves_the_record_that_was_asked_for(variant
     assert len(json.loads((folder / "answers" / "predictions.json").read_text())) == questions
 
 
-@every_row
+@every_variant
 def test_an_executed_notebook_is_small_and_names_no_machine(variant, lab, request):
     path = request.getfixturevalue(lab).folder_of(variant) / "notebook.ipynb"
     assert path.stat().st_size < MAX_BYTES
@@ -364,11 +364,6 @@ def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
     text = committed(family)
     assert "nan" not in text and re.search(r"\| samples/s \|", text) and re.search(r"on (one|\d) [\w ]+, 32", text)
     assert find_variant({"L": "L-dropout", "P": "P1", "E": "E-moments"}.get(family, f"{family}1")).name in text
-
-
-def test_the_model_of_a_run_answers_a_question(swept, typed):
-    words = ["--question", "who came ?", "--context", "then alice baker came ."]
-    assert json.loads(typed("predict --model", swept.folder_of("A1") / "model", *words))["answer"] == "alice baker"
 
 
 # `explore` on data that lacks one kind of question.

@@ -1,4 +1,4 @@
-"""Several processes make the steps of one: the rows of family P over gloo, in real processes, held against one process.
+"""Several processes make the steps of one: family P over gloo, in real processes, held against one process.
 
 In fp32 and without dropout nothing differs but the order of sums, so that the losses of a few steps must agree closely;
 the tolerances below are relative and many times what was seen.
@@ -28,14 +28,14 @@ from tests.tiny import losses_of
 
 # "brief" is within an epoch, at whose end the Trainer leaves out more samples with more processes.
 OPTIONS = cases("options of parallel cases")
-# For rows that cut the model: four layers and heads, and four micro-batches a step.
+# For variants that cut the model: four layers and heads, and four micro-batches a step.
 CUT = OPTIONS["cut"]
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
 
 
 def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tuple[dict, dict | None, float]:
-    """The case, the same in one process, and the relative tolerance of each step's loss. Without another row for it the
-    case itself is trained by one process; what parts of a row alone have is of the case alone."""
+    """The case, the same in one process, and the relative tolerance of each step's loss. Without another variant for it
+    the case itself is trained by one process; what parts of a variant alone have is of the case alone."""
     own, other = {"row": row}, {"row": alone} | ({} if alone.startswith("P") else {"world": 1})
     for word in options.split():
         own |= OPTIONS[word]
@@ -76,11 +76,8 @@ class Launched(dict):
 
 
 @pytest.fixture(scope="module")
-def by_one(tmp_path_factory):
+def by_one(tmp_path_factory, one_thread):
     """Trains a case in this process, or takes the folder in which that was done before."""
-
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # more are slower for a model of this size
 
     @functools.cache
     def folder_of(case: str):
@@ -88,8 +85,7 @@ def by_one(tmp_path_factory):
         (folder / "rank-0.json").write_text(json.dumps(trained(json.loads(case), folder, ProcessGroup(DEVICE))))
         return folder
 
-    yield lambda case: folder_of(json.dumps(case, sort_keys=True))
-    torch.set_num_threads(threads)
+    return lambda case: folder_of(json.dumps(case, sort_keys=True))
 
 
 def test_what_waits_for_gradients_does_not_keep_the_model():
@@ -115,7 +111,7 @@ def shared(tmp_path_factory):
 
 
 WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
-WRAPPERS |= {"flat": None, "fsdp": None}
+WRAPPERS |= {"one-bucket": None, "fsdp": None}
 
 
 @pytest.mark.parametrize("name", tiers(CASES))
@@ -123,7 +119,7 @@ def test_two_processes_make_the_steps_of_one(name, shared, by_one):
     """With gradients as large as its, before they are clipped, whatever shares they are in, and equal ones of a model
     in parts: neither AdamW nor clipping lets a loss show a common factor. The class that trained is named."""
     case, alone, tolerance = CASES[name]
-    # Without another row for it, the same case: one process takes all of a step's micro-batches.
+    # Without another variant for it, the same case: one process takes all of a step's micro-batches.
     folder, one = shared[name], by_one(alone or case)
     np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=tolerance)
     first, second = found_by_ranks(folder)
@@ -171,9 +167,9 @@ def test_a_bubble_is_of_the_whole_step():
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
     """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
-    flat, overlap, sharded, ddp = (square_norms_in(shared[name]) for name in ("flat", "overlap", "sharded", "ddp"))
-    assert [*sharded, *overlap] == pytest.approx([*flat, *flat], rel=1e-3)
-    assert flat[0] / 2 < flat[1] < flat[0], "two gradients that partly agree"
+    one, overlap, zero1, ddp = (square_norms_in(shared[name]) for name in ("one-bucket", "overlap", "zero1", "ddp"))
+    assert [*zero1, *overlap] == pytest.approx([*one, *one], rel=1e-3)
+    assert one[0] / 2 < one[1] < one[0], "two gradients that partly agree"
     assert not ddp.any(), "which never has its gradients in one piece"
 
 
@@ -186,8 +182,8 @@ def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(
 
 
 def test_a_sharded_optimizer_is_half_of_it(shared):
-    size = {name: found_by_ranks(shared[name])[0]["state"] for name in ("flat", "sharded", "fsdp", "ddp")}
-    assert size["sharded"] < 0.51 * size["flat"]
+    size = {name: found_by_ranks(shared[name])[0]["state"] for name in ("one-bucket", "zero1", "fsdp", "ddp")}
+    assert size["zero1"] < 0.51 * size["one-bucket"]
     assert size["ddp"] == pytest.approx(size["fsdp"], rel=0.01), "DTensors have as many elements as the whole"
 
 
@@ -227,6 +223,7 @@ def test_shares_begin_and_end_where_the_kernels_read_quickly():
         share = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
         assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
         assert [p.sum().item() for p in parameters] == [35, 17]
+        assert torch.equal(share.shard(share.flat[: share.size]), share.own), "of state, too, each has its own part"
 
 
 def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
@@ -236,4 +233,4 @@ def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_
     ranks = found_by_ranks(folder)
     assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
     # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
-    assert 2 * square_norms_in(folder) == pytest.approx(square_norms_in(shared["tensor-flat"]), rel=1e-3)
+    assert 2 * square_norms_in(folder) == pytest.approx(square_norms_in(shared["tensor-one-bucket"]), rel=1e-3)

@@ -108,7 +108,7 @@ def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch)
     assert (hooks.kept, hooks.peaks) == (60, {"forward": 600, "backward": 600})
 
 
-def test_a_profile_of_a_row_on_this_machine(tmp_path):
+def test_a_profile_of_a_variant_on_this_machine(tmp_path):
     variant = "E-packed-efficient" if DEVICE.type == "cuda" else "A2"
     spec, said = planned(variant, data="synthetic:200", machine=None), []
     profile.profile(spec, tmp_path, said.append)

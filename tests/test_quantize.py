@@ -76,7 +76,7 @@ def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_
 
 
 @pytest.mark.torchao
-def test_a_row_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
+def test_a_variant_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
     spec = spec_of("A1-int8")
     entry = fit(spec, tmp_path, say=quiet)
     found = quantize_run(tmp_path / spec.run_path, "int8", say=quiet)

@@ -89,8 +89,8 @@ def test_the_repository_has_one_address():
     assert len(found) == 1
 
 
-def test_the_readme_names_every_scale_and_every_notebook():
-    # All but the scale of tests/small.py.
+def test_the_readme_names_every_preset_and_every_notebook():
+    # All but the preset of tests/small.py.
     names = [f"| `{name}` |" for name in set(PRESETS) - {"test"}]
     names += [f"`{path.stem}`" for path in (ROOT / "notebooks").glob("*.ipynb")]
     assert [name for name in names if name not in README] == []

@@ -124,7 +124,7 @@ def test_a_good_run_is_not_replaced_by_a_failed_one(runs):
     assert select(pd.concat([every, failed], ignore_index=True), "cpu-smoke")["status"].tolist() == ["ok"]
 
 
-def test_a_row_without_a_result_stands_with_its_reason(runs):
+def test_a_variant_without_a_result_stands_with_its_reason(runs):
     make(runs, "A3", seed=1, status="error", error={"kind": "ValueError", "message": "no luck"})
     table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("variant")
     assert table.loc["D1-nvfuser", "note"] == "skipped: no backend named 'nvfuser'"
@@ -150,7 +150,7 @@ def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
     assert lines.loc["A3", "compile_s"] == 1.5 and "resumed at step 100" in lines.loc["A4", "note"]
 
 
-def test_a_familys_table_has_the_baseline_and_what_its_rows_change(runs):
+def test_a_familys_table_has_the_baseline_and_what_its_variants_change(runs):
     every = load_runs(runs)
     by_variant = every.set_index("spec.variant")["run"]
     own, other = (by_variant[name].record for name in ("B1", "A4"))
@@ -242,7 +242,7 @@ def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
 # Several GPUs, curves, profiles.
 
 
-def test_efficiencies_are_against_the_row_that_shares_nothing(tmp_path):
+def test_efficiencies_are_against_the_variant_that_shares_nothing(tmp_path):
     rates = ("E-dropout", 1, 32, 100), ("E-dropout", 1, 8, 50), ("P-one-bucket", 4, 32, 160)
     for (variant, world, batch, rate), seed in itertools.product(rates, range(3)):
         values = {"world": world, "batch": batch, "speed": rate + seed, "peak": rate + seed}

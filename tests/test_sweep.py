@@ -72,7 +72,7 @@ class Lab:
         return {name: entry["status"] for name, entry in self.records().items()}
 
     def wait_for_step(self, variant, step):
-        """Wait until that row's steps.jsonl has so many lines; the process that holds the run's lock."""
+        """Wait until that variant's steps.jsonl has so many lines; the process that holds the run's lock."""
         logs = partial(self.runs.glob, f"*/{variant}-s0-*/steps.jsonl")
         wait_for(lambda: any(log.read_bytes().count(b"\n") >= step for log in logs()))
         (process,) = small.holders(self.runs)
@@ -327,8 +327,10 @@ def test_a_sweep_from_outside_the_checkout_runs_its_notebooks(tmp_path):
 
 
 def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, capsys):
-    """After three minutes one run of three has ended and another is half done: three more are left, and not six."""
-    specs = plan(["A1"], "smoke", [0, 1, 2], machine=Machine())
+    """After three minutes one run of three has ended and another is half done: three more are left, and not six. A
+    fourth was finished before."""
+    specs = plan(["A1"], "smoke", [0, 1, 2, 3], machine=Machine())
+    leave(tmp_path, specs[3], "oom")
 
     def run_all(launcher, specs, ended, look):
         folders = [leave(tmp_path, spec, spec={"planned_steps": 100}) for spec in specs]
@@ -341,4 +343,4 @@ def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, c
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     monkeypatch.setattr(sweep.time, "monotonic", Mock(side_effect=[0.0, 180.0]))
     sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
-    assert "[1/3] A1 seed 0: ok; about 3 min left" in capsys.readouterr().out
+    assert "[2/4] A1 seed 0: ok; about 3 min left" in capsys.readouterr().out

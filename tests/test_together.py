@@ -136,7 +136,7 @@ def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
     assert (entry["status"], entry["parallel"]["weights_equal"]) == ("ok", False)
 
 
-def test_a_row_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
+def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
     refused("A1 trains in one process, and torchrun has started 2", fit, planned(), tmp_path, say=quiet)
@@ -174,7 +174,7 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(share
     assert torchrun.first_fault(tmp_path)["status"] == status
 
 
-def test_more_gpus_than_there_are_skip_the_row_with_the_reason(tmp_path):
+def test_more_gpus_than_there_are_skip_the_variant_with_the_reason(tmp_path):
     pair, row = dataclasses.replace(H200, gpus=2), partial(planned, "P-one-bucket")
     assert row(machine=H200).skip == "needs 2 GPUs, and this machine has 1"
     assert (row(machine=H200, world=1).skip, row(machine=pair).skip) == (None, None)
@@ -187,7 +187,7 @@ def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(r
 
 
 @pytest.mark.parametrize(("row", "world", "said"), cases("models that cannot be divided"))
-def test_a_model_that_cannot_be_divided_skips_the_row_with_the_reason(row, world, said):
+def test_a_model_that_cannot_be_divided_skips_the_variant_with_the_reason(row, world, said):
     assert planned(row, world=world).skip == said
 
 

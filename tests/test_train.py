@@ -32,7 +32,7 @@ def samples():
 
 
 def spec_of(row, settings=None, micro_batch=None, gpu=False, **sizes):
-    """A row at smoke preset, made smaller, on a CPU or for the GPU that is here."""
+    """A variant at preset smoke, made smaller, on a CPU or for the GPU that is here."""
     sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
     words = {"data": "synthetic:120", "micro_batch": micro_batch} | ({"machine": None} if gpu else {})
     return planned(row, settings=settings, sizes=sizes, **words)

@@ -1,4 +1,4 @@
-"""The rows through transformers.Trainer that restrict_sdpa the slides: DeepSpeed, and nvidia-smi after every step.
+"""The variants through transformers.Trainer that imitate the slides: DeepSpeed, and nvidia-smi after every step.
 
 How DeepSpeed trains is in test_parallel.py, where the package is installed.
 """
@@ -21,12 +21,10 @@ from tests.material import refused
 from tests.tiny import planned, quiet, trained
 
 STEPS, WARM_UP = 5, 2
-# What nvidia-smi says of a host with two GPUs at each step: the mean is 0.1, 0.2, ...
-SAID = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)]
 
 
 def spec_of(variant: str):
-    """A row at smoke scale, made smaller, in one process of a machine that has all it needs but a GPU."""
+    """A variant at preset smoke, made smaller, in one process of a machine that has all it needs but a GPU."""
     sizes = {"steps": STEPS, "measure_from": WARM_UP, "effective_batch": 16, "warmup": 0.4, "quality": False}
     return planned(variant, sizes=sizes, data="synthetic:60", machine=Machine(deepspeed=True), world=1)
 
@@ -38,8 +36,8 @@ def samples():
 
 @pytest.fixture
 def said(monkeypatch):
-    """nvidia-smi, which answers with these lines and then no more."""
-    lines, asked = list(SAID), []
+    """nvidia-smi of a host with two GPUs, which answers at each step and then no more: the mean is 0.2, 0.4, ..."""
+    lines, asked = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)], []
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1])
     monkeypatch.setattr(fitting.ProcessGroup, "join", lambda self, spec: None)  # or else a process group is left behind
     return asked
@@ -83,15 +81,11 @@ def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(variant, sai
         assert all(value in ("auto", {"enabled": "auto"}) for value in config.values())
 
 
-class Engine(torch.nn.Module):
+class Engine(torch.nn.Sequential):
     """Around a model, as DeepSpeed's."""
 
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
     def forward(self, **inputs):
-        return self.module(**inputs)
+        return self[0](**inputs)
 
 
 @pytest.mark.parametrize("wrapped", [Engine, lambda engine: torch.compile(Engine(engine), backend="eager"), None])

@@ -12,39 +12,41 @@ import pytest
 from qa_lib import variants
 from qa_lib.archive import read_runs
 from qa_lib.presets import PRESETS, Preset
+from qa_lib.report.figures import fig_ladder
+from qa_lib.report.load import load_runs, select
 from qa_lib.report.notebook import describe
+from qa_lib.report.readme import headline_table
 from qa_lib.run import sweep
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec, missing
 from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
 from tests.material import cases, refused, table, without_torch
-from tests.tiny import planned
+from tests.test_report import make
+from tests.tiny import CPU, H200, planned
 
 PACKAGE = Path(variants.__file__).parent
-CPU = Machine(bitsandbytes=True, compiler=True)
-GPU = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
-PAIR = dataclasses.replace(GPU, gpus=2)
-MACHINES = {"cpu": CPU, "gpu": GPU, "pair": PAIR, "deepspeed": dataclasses.replace(PAIR, deepspeed=True)}
+PAIR = dataclasses.replace(H200, gpus=2)
+MACHINES = {"cpu": CPU, "gpu": H200, "pair": PAIR, "deepspeed": dataclasses.replace(PAIR, deepspeed=True)}
 MACHINES["bare"] = Machine()
 
 
-@pytest.mark.parametrize("row", VARIANTS.values(), ids=lambda row: row.name)
-def test_a_row_is_its_parent_and_one_change(row):
-    assert row.family in FAMILIES and row.why.endswith((".", "?")) and "\n" not in row.why
-    if row.parent is None:
-        assert (row.name, row.settings) == ("A1", Settings())
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda variant: variant.name)
+def test_a_variant_is_its_parent_and_one_change(variant):
+    assert variant.family in FAMILIES and variant.why.endswith((".", "?")) and "\n" not in variant.why
+    if variant.parent is None:
+        assert (variant.name, variant.settings) == ("A1", Settings())
         return
-    parent, own = (dataclasses.asdict(VARIANTS[name].settings) for name in (row.parent, row.name))
-    assert {key for key in own if own[key] != parent[key]} == set(row.change) and len(row.change) == 1
+    parent, own = (dataclasses.asdict(VARIANTS[name].settings) for name in (variant.parent, variant.name))
+    assert {key for key in own if own[key] != parent[key]} == set(variant.change) and len(variant.change) == 1
     assert own["trainable"] in RECIPES
 
 
-def test_no_two_rows_are_the_same_run():
-    assert len({(row.task, row.settings) for row in VARIANTS.values()}) == len(VARIANTS)
+def test_no_two_variants_are_the_same_run():
+    assert len({(variant.task, variant.settings) for variant in VARIANTS.values()}) == len(VARIANTS)
 
 
 def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch):
-    base, gpu, before = planned(), planned(machine=GPU), planned("B1").hash
+    base, gpu, before = planned(), planned(machine=H200), planned("B1").hash
     usual = planned(learning_rate=PRESETS["smoke"].learning_rate)
     same = base, planned(), gpu, usual, planned(epochs=0, learning_rate=0.0)
     assert {spec.hash for spec in same} == {base.hash}
@@ -112,23 +114,23 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
 
 
 @pytest.mark.parametrize(("variant", "machine", "without", "capability", "reason"), table("skipped"))
-def test_what_a_machine_lacks_skips_the_row_with_the_reason(variant, machine, without, capability, reason):
+def test_what_a_machine_lacks_skips_the_variant_with_the_reason(variant, machine, without, capability, reason):
     changes = dict.fromkeys(without.split(), False) | ({"sm": int(capability)} if capability else {})
     said = planned(variant, machine=dataclasses.replace(MACHINES[machine], **changes)).skip
     assert reason in said if reason else said is None
 
 
-def test_a_row_says_from_which_generation_it_runs():
-    assert "On a GPU it takes compute capability 8.0 or newer." in describe(planned("E-varlen", machine=GPU))
+def test_a_variant_says_from_which_generation_it_runs():
+    assert "On a GPU it takes compute capability 8.0 or newer." in describe(planned("E-varlen", machine=H200))
     for name, since in {"A1": None, "A3": 70, "E-t4-masters": 75, "E-dropout": 80, "E-dropout-fp8": 89}.items():
-        older = dataclasses.replace(GPU, sm=(since or 80) - 1, compiler=(since or 80) > 70)
+        older = dataclasses.replace(H200, sm=(since or 80) - 1, compiler=(since or 80) > 70)
         assert variants.since(VARIANTS[name].settings) == since, name
         assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
     in_fp16 = dataclasses.replace(VARIANTS["E-norm"].settings, precision="fp16")
-    assert "GEMMs in Triton" in missing(in_fp16, dataclasses.replace(GPU, sm=75))
+    assert "GEMMs in Triton" in missing(in_fp16, dataclasses.replace(H200, sm=75))
 
 
-def test_scales_are_sound():
+def test_presets_are_sound():
     for preset in PRESETS.values():
         assert (preset.steps is None) != (preset.epochs is None)
         assert (preset.batch or Settings().micro_batch) % Settings().micro_batch == 0
@@ -136,16 +138,22 @@ def test_scales_are_sound():
 
 
 def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
-    """It is listed, planned and swept; what a test of settings makes of its values, test_settings says."""
-    mine = Variant("E-mine", "E-moments", {"activation_checkpointing": True}, "Least memory.")
+    """It is listed, planned, swept and, by its tags, shown; what a test of settings makes of its values, test_settings
+    says."""
+    mine = Variant("E-mine", "E-moments", {"activation_checkpointing": True}, "Least memory.", ("ladder", "headline"))
     monkeypatch.setitem(VARIANTS, mine.name, mine)
-    monkeypatch.setattr(sweep, "probe", lambda: (GPU, {}))
+    monkeypatch.setattr(sweep, "probe", lambda: (H200, {}))
     assert re.search(r"\nE-mine +E-moments +8.0 +activation_.* = True\n    Least memory", typed("variants"))
     listed = {row["name"]: row for row in json.loads(typed("variants --json"))}
     assert list(listed) == list(VARIANTS) and listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
     for words in ("", "--family E"):
         said = typed(f"sweep --plan --preset smoke --runs {tmp_path} {words}")
         assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
+    for name in ("A1", "A2", mine.name):
+        make(tmp_path, name)
+    runs = select(load_runs(tmp_path), "cpu-smoke")
+    bars = [label.get_text() for label in fig_ladder(runs).axes[0].get_yticklabels()]
+    assert bars[-1] == "E-mine: Least memory." and list(headline_table(runs, runs)["variant"]) == ["A1", "E-mine"]
 
 
 # A module or package imports those that stand before it alone; of some, those beside their name alone.
@@ -201,14 +209,14 @@ def test_specs_driver_and_report_do_without_torch(tmp_path):
     without_torch(tmp_path, "-c", f"import {', '.join(names)}")
 
 
-# Several sizes of a row, as a sweep takes them.
+# Several sizes of a variant, as a sweep takes them.
 
 
 def test_lists_of_sizes_are_tried_in_every_combination():
-    specs = plan(["A1", "A2"], "sizing", [0], "synthetic:40", "tiny", [8, 32], GPU, max_length=[128, 384, 128])
+    specs = plan(["A1", "A2"], "sizing", [0], "synthetic:40", "tiny", [8, 32], H200, max_length=[128, 384, 128])
     found = [(spec.preset.max_length, spec.asked.micro_batch, spec.variant) for spec in specs]
     assert found == [*itertools.product((128, 384), (8, 32), ("A1", "A2"))]
-    (one,) = plan(["A1"], "sizing", [0], "synthetic:40", "tiny", 32, GPU)
+    (one,) = plan(["A1"], "sizing", [0], "synthetic:40", "tiny", 32, H200)
     assert one.hash in {spec.hash for spec in specs} and len({spec.hash for spec in specs}) == 8
 
 

@@ -95,7 +95,7 @@ def resized(spec: Spec, settings: dict | None = None, **preset) -> Spec:
 
 
 def planned(row: str = "A1", preset: str = "smoke", settings: dict | None = None, sizes: dict | None = None, **words):
-    """The spec of a row over few questions on this CPU, with other settings, and with these values of its preset."""
+    """The spec of a variant over few questions on this CPU, with other settings and these values of its preset."""
     (spec,) = plan([row], preset, **{"data": "synthetic:40", "machine": CPU} | words)
     return resized(spec, settings, **sizes or {})
 
