@@ -45,10 +45,11 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
 
 
 def test_a_run_without_a_compiler_does_not_import_inductor():
-    """Which takes seconds. Where there is a GPU, Dynamo's reset would."""
-    code = "import sys, torch; from qa_lib.run.fit import forget_compiled; torch.cuda.is_available = lambda: True;"
-    code += "forget_compiled(); print('torch._inductor.compile_fx' in sys.modules)"
-    assert python("-c", code).stdout == "False\n"
+    """Which takes seconds. Where there is a GPU, Dynamo's reset would, and its list of backends everywhere."""
+    code = "import sys, torch; from qa_lib.run.fit import forget_compiled, hardware; hardware.this_machine();"
+    code += "torch.cuda.is_available = lambda: True; forget_compiled();"
+    code += "print({'torch._inductor.compile_fx', 'torch._dynamo.backends.common'} & {*sys.modules})"
+    assert python("-c", code).stdout == "set()\n"
 
 
 @torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True)

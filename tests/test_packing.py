@@ -103,7 +103,7 @@ def test_dealing_balances_and_loses_nothing():
     assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
-def test_every_variant_has_one_shape_nearly_no_padding_and_segments_within_their_limits(samples):
+def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_within_their_limits(samples):
     batches = PackedBatches(samples, spec_of())
     dealt = micro_batches(batches, batches.steps)
     rows = [batches.arrays(m) for m in dealt]
@@ -116,7 +116,7 @@ def test_every_variant_has_one_shape_nearly_no_padding_and_segments_within_their
     assert room.min() >= 0 and room.max() < 64, "no limit is an alignment too high"
 
 
-def test_each_feature_has_a_place_that_is_the_same_in_every_variant(samples):
+def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(samples):
     batches = PackedBatches(samples, spec_of(attention="efficient"))
     assert batches.budget == sum(batches.limits) and len(set(batches.limits)) <= CALLS
     assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"

@@ -102,13 +102,13 @@ def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkey
     assert chosen(T4, tmp_path / "none")[:2] == ("E-t4-norm", 32)
 
 
-def test_the_ladder_is_what_the_records_say():
+def test_what_recommended_may_take_is_in_the_order_of_the_records():
     """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
-    runs, ladder = committed(), TASKS["qa"]["on_gpu"]
+    runs, names = committed(), TASKS["qa"]["on_gpu"]
     own = load.usual(load.select(runs, load.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
-    assert speeds[ladder].is_monotonic_decreasing
-    tested = equivalence(load.usual(load.judging(runs, load.REFERENCE))).reindex(ladder).drop(index=BASELINE)
+    assert speeds[names].is_monotonic_decreasing
+    tested = equivalence(load.usual(load.judging(runs, load.REFERENCE))).reindex(names).drop(index=BASELINE)
     assert (tested["best_delta"] >= -MARGIN).all()
     text = load.select(runs, TASKS["lm"]["reference"]).groupby("spec.variant")["speed.samples_per_s"].mean()
     on_any, on_old = TASKS["lm"]["on_gpu"][:3], TASKS["lm"]["on_gpu"][3:]

@@ -18,7 +18,7 @@ PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capt
 ENERGY = "nvmlDeviceGetTotalEnergyConsumption"  # in millijoules, since the driver was loaded
 # The share of the last 1/6 to 1 s in which any kernel ran, however small, and be it one that waits for other GPUs: how
 # much of the time the host leaves the GPU idle, where MFU says how well it is used.
-UTILISATION = "nvmlDeviceGetUtilizationRates"
+UTILIZATION = "nvmlDeviceGetUtilizationRates"
 
 
 @functools.cache
@@ -130,7 +130,7 @@ class Meter:
         self.laps.clear()
         self.times += fresh
         if fresh and len(self.times) > self.warm_up:
-            now, rates = (ask_nvml(self.device, question) for question in (ENERGY, UTILISATION))
+            now, rates = (ask_nvml(self.device, question) for question in (ENERGY, UTILIZATION))
             self.joules.append((now - self.counter) / 1e3 if now and self.counter else None)
             if rates:
                 self.samples.append(rates.gpu / 100)

@@ -55,12 +55,12 @@ def speed_finding(lines: pd.DataFrame) -> str:
         return f"No variant beside {base} has a speed here"
     top = RECOMMENDED if RECOMMENDED in climbed else climbed[-1]
     said = f"{top} trains {number(ratios[top])}× as fast as {base}"
-    peers = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
-    if len(peers):
-        peer = peers.idxmax()
-        whose = "plain PyTorch" if peer in tagged("plain") else "the best Trainer"
-        whose = "the plain Trainer" if VARIANTS[peer].change == {"engine": "trainer"} else whose
-        said += f", {number(ratios[top] / peers[peer])}× as fast as {whose} ({peer})"
+    rivals = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
+    if len(rivals):
+        rival = rivals.idxmax()
+        whose = "plain PyTorch" if rival in tagged("plain") else "the best Trainer"
+        whose = "the plain Trainer" if VARIANTS[rival].change == {"engine": "trainer"} else whose
+        said += f", {number(ratios[top] / rivals[rival])}× as fast as {whose} ({rival})"
     return said
 
 

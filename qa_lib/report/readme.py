@@ -90,8 +90,8 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
         raise load.NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
-    peer = table.loc[minutes.index.intersection(tagged("trainer")), "speed"].idxmax()
-    caveat = "" if table.loc[peer, "cold"] else say("partly_cached", variant=peer, **table.loc[peer])
+    rival = table.loc[minutes.index.intersection(tagged("trainer")), "speed"].idxmax()
+    caveat = "" if table.loc[rival, "cold"] else say("partly_cached", variant=rival, **table.loc[rival])
     return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
 
 

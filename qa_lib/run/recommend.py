@@ -1,8 +1,8 @@
 """What `recommended` stands for on a machine: one of its task's variants `on_gpu` or `on_cpu` (tasks.toml), at a
 micro-batch.
 
-Of these, the quickest first, the first is taken that finds its kernels on the GPU and whose predicted memory fits into
-what is free, at the micro-batch that is quickest by the committed records. What this card could not do before, by the
+It takes the first of these, quickest first, that has its kernels on this GPU and whose predicted memory fits into what
+is free, at the micro-batch that is quickest by the committed records. What this card could not do before, by the
 records below `runs`, is passed over.
 """
 

@@ -31,7 +31,7 @@ from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Spec
 from qa_lib.variants import TASKS
 
-BATCH_TOKENS = 16_384  # of windows in one forward pass, or as many as one of training may have
+BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential
 PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, tokens that are written at most
 
@@ -42,7 +42,8 @@ def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: tor
     A score that these questions do not have, such as that of unanswerable ones where there are none, is None.
     """
     model.eval()
-    tokens = max(BATCH_TOKENS, spec.settings.micro_batch * spec.preset.max_length)
+    # At most what training has in a forward pass, whose activations took more memory: packed, half of what is padded.
+    tokens = max(BATCH_TOKENS, spec.settings.micro_batch * spec.preset.max_length // 2)
     dtype = DTYPES[spec.settings.precision]
     rows = predict_logits(model, data.validation_samples, device, batch_tokens=tokens, dtype=dtype)
     loss = span_loss(data.validation_samples, *rows)

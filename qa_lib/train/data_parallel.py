@@ -8,11 +8,11 @@ time, plus what the averaging takes. How it is done is what the variants differ 
   `ddp-bf16` sends them in bf16 (variant P1-bf16).
 - `ddp-one-bucket`: one reduction of all gradients after the backward pass. Nothing hides it, but it is one call, which
   a CUDA graph captures with the rest of the step (variant P-one-bucket).
-- `ddp-overlap`: as that, but a part of the model at a time, while the backward pass computes the gradients of the parts
-  below it (variant P-overlap, overlap.py).
+- `ddp-overlap`: as `ddp-one-bucket`, but a part of the model at a time, while the backward pass computes the gradients
+  of the parts below it (variant P-overlap, overlap.py).
 - `zero1` (ZeRO-1): each process updates a share of the weights, and sends it to the others (variant P-zero1,
   zero1.py).
-- `zero1-overlap`: both (variant P-overlap-zero1).
+- `zero1-overlap`: `ddp-overlap` and `zero1` together (variant P-overlap-zero1).
 - `fsdp2` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own when it needs them
   (variant P-fsdp).
 

@@ -1,5 +1,5 @@
-"""The training loop. `train` runs the variants, but those of the Trainer (trainer.py) and of plain PyTorch (plain.py);
-what a variant changes is in the technique's own file.
+"""The training loop. `train` runs all variants except those of the Trainer (trainer.py) and of plain PyTorch
+(plain.py). What a variant changes is in the technique's own file.
 
 `OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
