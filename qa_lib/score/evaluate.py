@@ -42,10 +42,7 @@ def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: tor
     A score that these questions do not have, such as that of unanswerable ones where there are none, is None.
     """
     model.eval()
-    # At most what training has in a forward pass, whose activations took more memory: packed, half of what is padded.
-    tokens = max(BATCH_TOKENS, spec.settings.micro_batch * spec.preset.max_length // 2)
-    dtype = DTYPES[spec.settings.precision]
-    rows = predict_logits(model, data.validation_samples, device, batch_tokens=tokens, dtype=dtype)
+    rows = predict_logits(model, data.validation_samples, device, dtype=DTYPES[spec.settings.precision])
     loss = span_loss(data.validation_samples, *rows)
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
