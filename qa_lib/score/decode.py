@@ -7,9 +7,9 @@ the reference script (run_qa of transformers, after Devlin et al. 2019). A quest
 list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least
 speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
 
-The script loops over a window's pairs in Python, which takes longer than what is here: one table holds their sums, and
-one sort ranks what is left. Ties go to what the loop finds first, so that both give the same lists. Every variant's
-answers, and the app's, come from here.
+The script loops over a window's pairs in Python, which takes longer than what is here: for a block of windows one table
+holds their sums, and one sort ranks what is left of each. Ties go to what the loop finds first, so that both give the
+same lists. Every variant's answers, and the app's, come from here.
 """
 
 import json
@@ -26,6 +26,7 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.record import write_atomically
 
+BLOCK = 512  # windows that are decoded together
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
 Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
 
@@ -84,17 +85,13 @@ class Answers:
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole. Raises
         RecordError."""
-        files = {
-            "predictions.json": self.predictions,
-            "texts.json": self.texts,
-            "nbest_predictions.json": self.nbest,
-            "null_odds.json": self.null_odds,
-        }
+        files = {"predictions": self.predictions, "texts": self.texts}
+        files |= {"nbest_predictions": self.nbest, "null_odds": self.null_odds}
         for name, content in files.items():
             # One question a line: readable, and the fast encoder of json knows no indentation.
             lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
-            write_atomically(Path(folder, name), "{\n" + ",\n".join(lines) + "\n}\n")
-        return [Path(folder, name) for name in files]
+            write_atomically(Path(folder, f"{name}.json"), "{\n" + ",\n".join(lines) + "\n}\n")
+        return [Path(folder, f"{name}.json") for name in files]
 
 
 def decode(
@@ -114,19 +111,24 @@ def decode(
     """
     rows = _rows_by_id(samples, examples, sample_ids, start_logits, end_logits)
     both = [logits.float().cpu().numpy() for logits in (start_logits, end_logits)]
+    null = np.stack([logits[rows, 0] for logits in both], axis=1).clip(min=LOWEST)
     spans, nulls = ([[] for _ in examples] for _ in range(2))  # of each question
-    for window, (number, length) in enumerate(zip(samples.example.tolist(), samples.lengths.tolist(), strict=True)):
-        start, end = (logits[rows[window], :length] for logits in both)
-        if not (start < np.inf).all() or not (end < np.inf).all():
-            raise DataError(
-                f"article {examples[number].title[:80]!r}, question {examples[number].id!r}: NaN or infinite logits in "
-                f"window {window} (the model has diverged, or its outputs were given to other windows)"
-            )
-        first, last = _window_spans(start, end, samples.context[window], n_best, max_answer_length)
-        columns = (start[first] + end[last], *samples.characters(window, first, last), start[first], end[last])
-        spans[number] += zip(*(column.tolist() for column in columns), strict=True)
-        null = np.array([start[0], end[0]]).clip(min=LOWEST)
-        nulls[number].append((null.sum().item(), None, None, *null.tolist()))
+    for number, total, pair in zip(samples.example.tolist(), null.sum(axis=1).tolist(), null.tolist(), strict=True):
+        nulls[number].append((total, None, None, *pair))
+    for block in np.split(np.arange(len(samples)), range(BLOCK, len(samples), BLOCK)):
+        lengths = samples.lengths[block, None]
+        inside = np.arange(lengths.max()) < lengths
+        start, end = (np.where(inside, logits[rows[block], : lengths.max()], -np.inf) for logits in both)
+        for window in block[~((start < np.inf) & (end < np.inf)).all(axis=1)]:
+            example = examples[samples.example[window]]
+            place = f"article {example.title[:80]!r}, question {example.id!r}, window {window}"
+            raise DataError(f"{place}: NaN or infinite logits (the model has diverged, or these are of other windows)")
+        window, first, last = _block_spans(start, end, samples.context[block], n_best, max_answer_length)
+        logits = start[window, first], end[window, last]
+        columns = (sum(logits), *samples.characters(block[window], first, last), *logits)
+        found = zip(*(column.tolist() for column in columns), strict=True)
+        for number, span in zip(samples.example[block[window]].tolist(), found, strict=True):
+            spans[number].append(span)
     best = [sorted(found, key=itemgetter(0), reverse=True)[:n_best] for found in spans]
     return Answers(examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold)
 
@@ -145,16 +147,20 @@ def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.n
     return np.argsort(ids)
 
 
-def _window_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, np.ndarray]:
-    """First and last token of a window's `n_best` best spans, both int [k], best first, ties by rank of start and end.
+def _block_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, ...]:
+    """The `n_best` best spans of each of a block's windows: window, first and last token, int [k], by window and best
+    first, ties by rank of start and end.
 
-    `start` and `end` are its logits, `context` [2] says where the paragraph lies. The reference script spends places on
-    [CLS] and the question too, so that they are only struck out after the ranking.
+    `start` and `end` [windows, tokens] are their logits, `context` [windows, 2] says where the paragraph lies. The
+    reference script spends places on [CLS] and the question too, so that they are only struck out after the ranking.
     """
-    firsts, lasts = (np.argsort(-logits, kind="stable")[:n_best] for logits in (start, end))
-    firsts, lasts = (place[(place >= context[0]) & (place < context[1])] for place in (firsts, lasts))
-    length = lasts - firsts[:, None]
-    score = start[firsts, None] + end[lasts]
-    of_start, of_end = np.nonzero((length >= 0) & (length < max_answer_length) & (score > -np.inf))
-    order = np.argsort(-score[of_start, of_end], kind="stable")[:n_best]
-    return firsts[of_start[order]], lasts[of_end[order]]
+    first, last = (np.argsort(-logits, axis=1, kind="stable")[:, :n_best] for logits in (start, end))
+    inside = (first >= context[:, :1])[:, :, None] & (last < context[:, 1:])[:, None]
+    length = last[:, None] - first[:, :, None]
+    score = np.take_along_axis(start, first, 1)[:, :, None] + np.take_along_axis(end, last, 1)[:, None]
+    score[~inside | (length < 0) | (length >= max_answer_length)] = -np.inf
+    score = score.reshape(len(score), -1)
+    order = np.argsort(-score, axis=1, kind="stable")[:, :n_best]
+    window, place = np.nonzero(np.take_along_axis(score, order, 1) > -np.inf)
+    of_start, of_end = np.divmod(order[window, place], last.shape[1])
+    return window, first[window, of_start], last[window, of_end]
