@@ -31,12 +31,12 @@ def records_of(runs):
     return [read_record(path.parent) for path in run_files(runs, "record.json")]
 
 
+@pytest.mark.slow
 def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path, quickstart, monkeypatch):
     """Here for fewer steps."""
     monkeypatch.setitem(PRESETS, "smoke", dataclasses.replace(PRESETS["smoke"], steps=60))
     shown, pictures = quickstart()
-    found = {entry["spec"]["variant"]: entry for entry in records_of(tmp_path / "runs")}
-    ends = {name: (entry["status"], entry["time"]["steps"]) for name, entry in found.items()}
+    ends = {run["spec"]["variant"]: (run["status"], run["time"]["steps"]) for run in records_of(tmp_path / "runs")}
     assert ends == dict.fromkeys(("A0-longest", "A4"), ("ok", 60))
     words = ("recommended: A4 at micro-batch 16 on cpu", "| A0-longest | 60 |", "| A4 | 60 |")
     words += ("| question | A0-longest | A4 | gold |", "# tiny for question answering")

@@ -26,7 +26,6 @@ from qa_lib.run.process import call, kill
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.process_group import ProcessGroup
 from tests import faulty, warm
-from tests.conftest import slow
 from tests.material import ROOT, cases, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
@@ -94,10 +93,11 @@ def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_i
     refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet)
 
 
-FAULTS = [("killed", "SIGKILL", " was ended by SIGKILL"), slow("error", "ValueError", ": a fault")]
-FAULTS += [slow("oom", "OutOfMemoryError", ": CUDA out of memory")]
+FAULTS = [("killed", "SIGKILL", " was ended by SIGKILL"), ("error", "ValueError", ": a fault")]
+FAULTS += [("oom", "OutOfMemoryError", ": CUDA out of memory")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("status", "kind", "said"), FAULTS)
 def test_one_process_fails_and_all_end_with_its_fault_told(status, kind, said, whole, tmp_path, monkeypatch):
     spec, fault, message = short(), {"rank": 1, "step": 15, "kind": status}, f"process 1 of 2{said}"

@@ -207,6 +207,7 @@ def test_its_dropout_is_renewed_and_trains_with_it():
     assert first == again != packed(**inputs).loss
 
 
+@pytest.mark.slow
 def test_layers_are_computed_twice_without_a_generator():
     """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
     found = []
