@@ -17,7 +17,7 @@ matrix: .venv/ready  ## every variant of the reference project, three parallel o
 app: .venv/ready  ## ask the best of your runs' models in the browser; and the dashboard
 	$(BIN)/python -m qa_lib app
 
-test: lint  ## everything once, in minutes: pairs of settings in few runs, one fault of most kinds
+test: lint  ## everything once, in minutes: pairs of settings in few runs, the commonest faults
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: test test-slow  ## and every pair, fault, signal and notebook by itself

@@ -28,7 +28,7 @@ from qa_lib.model.load import check_tokenizer
 from qa_lib.run.plan import identify_model
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
-from qa_lib.score.predict import load_qa_model, predict_logits, window_lengths
+from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths
 from tests.material import cases, document, edited, flip_a_bit, question, refused, trained_tokenizer, write
 from tests.test_windows import TEXT, built
 from tests.tiny import planned, resized
@@ -407,3 +407,9 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
     assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
     (folder / SUMS).write_text("../../../dev/zero  ../../../dev/zero\n")
     refused(r"config\.json was added after", load_qa_model, folder)
+
+
+def test_a_forward_pass_has_more_tokens_where_much_memory_is_free(monkeypatch):
+    for free, tokens in ((2**35, 16_384), (2**35 + 1, 65_536)):
+        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 2**37))
+        assert (tokens_at_once("cuda"), tokens_at_once("cpu")) == (tokens, 16_384)

@@ -8,7 +8,7 @@ list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the
 speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
 
 The script loops over a window's pairs in Python, which takes longer than what is here: for a block of windows one table
-holds their sums, and one sort ranks what is left of each. Ties go to what the loop finds first, so that both give the
+holds their sums, and one sort ranks each window's. Ties go to what the loop finds first, so that both give the
 same lists. Every variant's answers, and the app's, come from here.
 """
 
@@ -26,7 +26,7 @@ from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.record import write_atomically
 
-BLOCK = 512  # windows that are decoded together
+BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
 Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
 
@@ -106,7 +106,7 @@ def decode(
     lowest start + end logit at [CLS] over its windows, and "" is answered if null score - best span > `null_threshold`.
     Equal scores are ranked by window, then by rank of start and of end, equal logits by position.
     Raises ValueError unless every window has exactly one row and the examples are those of the samples;
-    `DataError` if a logit inside a window is NaN or infinite (also what rows under wrong ids from `predict_logits`
+    `DataError` if a logit inside a window is NaN or +inf (also what rows under wrong ids from `predict_logits`
     lead to, as it leaves NaN beyond each window's length).
     """
     rows = _rows_by_id(samples, examples, sample_ids, start_logits, end_logits)
@@ -117,18 +117,18 @@ def decode(
         nulls[number].append((total, None, None, *pair))
     for block in np.split(np.arange(len(samples)), range(BLOCK, len(samples), BLOCK)):
         lengths = samples.lengths[block, None]
-        inside = np.arange(lengths.max()) < lengths
-        start, end = (np.where(inside, logits[rows[block], : lengths.max()], -np.inf) for logits in both)
-        for window in block[~((start < np.inf) & (end < np.inf)).all(axis=1)]:
-            example = examples[samples.example[window]]
-            place = f"article {example.title[:80]!r}, question {example.id!r}, window {window}"
-            raise DataError(f"{place}: NaN or infinite logits (the model has diverged, or these are of other windows)")
-        window, first, last = _block_spans(start, end, samples.context[block], n_best, max_answer_length)
-        logits = start[window, first], end[window, last]
-        columns = (sum(logits), *samples.characters(block[window], first, last), *logits)
-        found = zip(*(column.tolist() for column in columns), strict=True)
-        for number, span in zip(samples.example[block[window]].tolist(), found, strict=True):
-            spans[number].append(span)
+        own = np.arange(lengths.max()) < lengths
+        start, end = (np.where(own, logits[rows[block], : own.shape[1]], -np.inf) for logits in both)
+        wrong = block[~((start < np.inf) & (end < np.inf)).all(axis=1)]
+        if len(wrong):
+            example = examples[samples.example[wrong[0]]]
+            place = f"article {example.title[:80]!r}, question {example.id!r}, window {wrong[0]}"
+            raise DataError(f"{place}: a logit is NaN or +∞ (the model has diverged, or these are of other windows)")
+        score, window, first, last = _block_spans(start, end, samples.context[block], n_best, max_answer_length)
+        characters = samples.characters(block[window], first, last)
+        columns = (samples.example[block[window]], score, *characters, start[window, first], end[window, last])
+        for number, *span in zip(*(column.tolist() for column in columns), strict=True):
+            spans[number].append(tuple(span))
     best = [sorted(found, key=itemgetter(0), reverse=True)[:n_best] for found in spans]
     return Answers(examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold)
 
@@ -148,11 +148,12 @@ def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.n
 
 
 def _block_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, ...]:
-    """The `n_best` best spans of each of a block's windows: window, first and last token, int [k], by window and best
-    first, ties by rank of start and end.
+    """The `n_best` best spans of each window: score, window, first and last token, four arrays [k], sorted by window,
+    then best first, ties by rank of start and end.
 
-    `start` and `end` [windows, tokens] are their logits, `context` [windows, 2] says where the paragraph lies. The
-    reference script spends places on [CLS] and the question too, so that they are only struck out after the ranking.
+    `start` and `end` [windows, tokens] are their logits, -inf beyond a window's own length; `context` [windows, 2] says
+    where the paragraph lies. The reference script spends places on [CLS] and the question too, so that they are only
+    struck out after the ranking.
     """
     first, last = (np.argsort(-logits, axis=1, kind="stable")[:, :n_best] for logits in (start, end))
     inside = (first >= context[:, :1])[:, :, None] & (last < context[:, 1:])[:, None]
@@ -161,6 +162,7 @@ def _block_spans(start, end, context, n_best: int, max_answer_length: int) -> tu
     score[~inside | (length < 0) | (length >= max_answer_length)] = -np.inf
     score = score.reshape(len(score), -1)
     order = np.argsort(-score, axis=1, kind="stable")[:, :n_best]
-    window, place = np.nonzero(np.take_along_axis(score, order, 1) > -np.inf)
+    score = np.take_along_axis(score, order, 1)
+    window, place = np.nonzero(score > -np.inf)
     of_start, of_end = np.divmod(order[window, place], last.shape[1])
-    return window, first[window, of_start], last[window, of_end]
+    return score[window, place], window, first[window, of_start], last[window, of_end]

@@ -31,8 +31,7 @@ from qa_lib.score.predict import predict_logits
 from qa_lib.spec import Spec
 from qa_lib.variants import TASKS
 
-BATCH_TOKENS = 16_384  # of windows in one forward pass; four times as many on a GPU of more bytes than LARGE_GPU, which
-LARGE_GPU = 32 * 2**30  # would else wait for the next pass to be launched
+BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential
 PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, tokens that are written at most
 
@@ -43,14 +42,12 @@ def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: tor
     A score that these questions do not have, such as that of unanswerable ones where there are none, is None.
     """
     model.eval()
-    samples, dtype = data.validation_samples, DTYPES[spec.settings.precision]
-    large = device.type == "cuda" and torch.cuda.get_device_properties(device).total_memory > LARGE_GPU
-    rows = predict_logits(model, samples, device, dtype=dtype, batch_tokens=BATCH_TOKENS * (4 if large else 1))
-    loss = span_loss(samples, *rows)
+    rows = predict_logits(model, data.validation_samples, device, dtype=DTYPES[spec.settings.precision])
+    loss = span_loss(data.validation_samples, *rows)
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
     examples = data.validation.examples
-    answers = decode(samples, examples, *rows)
+    answers = decode(data.validation_samples, examples, *rows)
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]

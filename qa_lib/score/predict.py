@@ -45,17 +45,18 @@ THREADS = torch.get_num_threads()
 
 
 def predict_logits(
-    model, samples: Samples, device: torch.device | str = "cpu", *, batch_tokens: int = 16_384,
+    model, samples: Samples, device: torch.device | str = "cpu", *, batch_tokens: int | None = None,
     dtype: torch.dtype = torch.float32, progress: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     """Logits of all n windows: (sample ids int64 [n], start and end logits float32 [n, longest window]) on `device`.
 
     `model` is called like `BertForQuestionAnswering`, in eval mode and on `device` already. Batches hold windows of
-    similar length, longest first, of at most `batch_tokens` tokens with padding, and are padded to their longest
-    window, rounded up to a multiple of 8. Another `dtype` is that of autocast. Row r belongs to window ids[r]; beyond
-    that window's length the logits are NaN, so that rows given to other windows do not pass `decode`.
+    similar length, longest first, of at most `batch_tokens` tokens with padding (None: as many as `tokens_at_once`),
+    and are padded to their longest window, rounded up to a multiple of 8. Another `dtype` is that of autocast. Row r
+    belongs to window ids[r]; beyond that window's length the logits are NaN, so that rows given to other windows do
+    not pass `decode`.
     """
-    batches, done = _batches(samples, batch_tokens), 0
+    batches, done = _batches(samples, batch_tokens or tokens_at_once(device)), 0
     start, end = torch.full((2, len(samples), samples.lengths.max()), torch.nan, device=device)
     autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
@@ -68,6 +69,12 @@ def predict_logits(
                 logits[done : done + len(rows), :width] = found[:, :width].masked_fill(padding, torch.nan)
             done += len(rows)
     return torch.from_numpy(np.concatenate([rows for rows, _ in batches])), start, end
+
+
+def tokens_at_once(device: torch.device | str) -> int:
+    """Tokens of a forward pass; four times as many where a GPU has 32 GiB free, a multiple of what they take there."""
+    free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else 0
+    return 65_536 if free > 32 * 2**30 else 16_384
 
 
 def _batches(samples: Samples, batch_tokens: int) -> list[tuple[np.ndarray, int]]:
