@@ -209,7 +209,7 @@ def resumed(tmp_path_factory):
     return Launched(FOUR | {"grid": GRID}, train, tmp_path_factory.mktemp("four"))
 
 
-@pytest.mark.parametrize("row", map(slow, FOUR))
+@pytest.mark.parametrize("row", [slow(row) for row in FOUR])
 def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
     """Its steps are those of one process throughout: the same micro-batches, and optimizer state in other shares."""
     first, second, *_ = found_by_ranks(resumed[row])
