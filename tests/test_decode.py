@@ -134,7 +134,7 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     both, row = logits(samples), len(samples) // 2
     both[1, row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
-    said = rf"^article 'Rivers', question '{key}', window {row}: a logit is NaN or \+∞ \(.* of other windows\)"
+    said = rf"^article 'Rivers', question '{key}', window {row}: a logit is NaN or \+inf \(.* of other windows\)"
     refused(said, decode, samples, EXAMPLES, *in_order(samples, both))
 
 

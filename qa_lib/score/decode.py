@@ -123,7 +123,7 @@ def decode(
         if len(wrong):
             example = examples[samples.example[wrong[0]]]
             place = f"article {example.title[:80]!r}, question {example.id!r}, window {wrong[0]}"
-            raise DataError(f"{place}: a logit is NaN or +∞ (the model has diverged, or these are of other windows)")
+            raise DataError(f"{place}: a logit is NaN or +inf (the model has diverged, or these are of other windows)")
         score, window, first, last = _block_spans(start, end, samples.context[block], n_best, max_answer_length)
         characters = samples.characters(block[window], first, last)
         columns = (samples.example[block[window]], score, *characters, start[window, first], end[window, last])
