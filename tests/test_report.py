@@ -233,7 +233,7 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
 
 def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
     minutes = {"A0-longest": 12.0, "A0-compile": 5.8, "E-plain": 3.0, "E-plain-graphs": 2.9, RECOMMENDED: 1.9}
-    rivals, asked = "5.8 with torch.compile and plain PyTorch 2.9 at its best", pd.Series(minutes | {"A0": 12.0})
+    rivals, asked = "5.8 with torch.compile, and plain PyTorch 2.9 at its best", pd.Series(minutes | {"A0": 12.0})
     assert readme._rivals(asked) == f"12.0 as it comes, {rivals}"
     assert readme._rivals(asked.drop("A0-longest")) == rivals
     assert readme._rivals(asked[["E-plain", "A0"]]) == "", "of the Trainer's ways A0 is neither"

@@ -140,7 +140,7 @@ def _rivals(minutes: pd.Series) -> str:
     found = {words: minutes.reindex(names).min() for words, names in ways.items()}
     said = [words.format(least) for words, least in found.items() if pd.notna(least)]
     trainer = minutes.index.isin([*tagged("default"), *tuned]).any()
-    return " and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if trainer else ""
+    return ", and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if trainer else ""
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
