@@ -15,6 +15,7 @@ same lists. Every variant's answers, and the app's, come from here.
 import json
 import math
 import os
+from collections.abc import Iterator
 from functools import cached_property
 from operator import itemgetter
 from pathlib import Path
@@ -63,33 +64,33 @@ class Answers:
         The null answer comes after the spans that it ties with, and is listed always: it pushes out the last span,
         unless it comes last itself.
         """
+        return [entry | {"score": span[0], "begin": span[1], "end": span[2]} for entry, span in self._ranked(i)]
+
+    def _ranked(self, i: int) -> Iterator[tuple[dict, Span]]:
         example, spans, null = self._questions[i]
         place = sum(span[0] >= null[0] for span in spans)
         listed = [*spans[:place], null, *spans[place:]][: max(self._n_best, place + 1)]
         weights = [math.exp(span[0] - listed[0][0]) for span in listed]
         total = sum(weights)
-        return [
-            {"text": example.context[begin:end] if end else "", "probability": weight / total}
-            | {"start_logit": start_logit, "end_logit": end_logit, "score": score, "begin": begin, "end": end}
-            for weight, (score, begin, end, start_logit, end_logit) in zip(weights, listed, strict=True)
-        ]
+        for weight, span in zip(weights, listed, strict=True):
+            _, begin, end, start_logit, end_logit = span
+            text = example.context[begin:end] if end else ""
+            entry = {"text": text, "probability": weight / total, "start_logit": start_logit, "end_logit": end_logit}
+            yield entry, span
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        kept = ("text", "probability", "start_logit", "end_logit")
-        return {
-            example.id: [{key: entry[key] for key in kept} for entry in self.entries(i)]
-            for i, (example, *_) in enumerate(self._questions)
-        }
+        return {each[0].id: [entry for entry, _ in self._ranked(i)] for i, each in enumerate(self._questions)}
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole. Raises
         RecordError."""
         files = {"predictions": self.predictions, "texts": self.texts}
         files |= {"nbest_predictions": self.nbest, "null_odds": self.null_odds}
+        encode = json.JSONEncoder(check_circular=False).encode  # a quarter quicker
         for name, content in files.items():
             # One question a line: readable, and the fast encoder of json knows no indentation.
-            lines = (f"{json.dumps(key)}: {json.dumps(value)}" for key, value in content.items())
+            lines = (f"{encode(key)}: {encode(value)}" for key, value in content.items())
             write_atomically(Path(folder, f"{name}.json"), "{\n" + ",\n".join(lines) + "\n}\n")
         return [Path(folder, f"{name}.json") for name in files]
 
