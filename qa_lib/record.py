@@ -249,7 +249,7 @@ def parsed(path: Path, text: str, known: str) -> dict:
     try:
         found = json.loads(text)
     except (ValueError, RecursionError) as problem:
-        raise RecordError(f"{path}: not readable as JSON ({problem})") from problem
+        raise RecordError(f"{path}: not readable as JSON ({problem}): remove it") from problem
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
         raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")

@@ -297,27 +297,27 @@ def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escap
     assert sweep._line(spec, entry) == f"A1 seed 0: ok, {anew}, [2Jodd"
 
 
-@pytest.mark.parametrize("fault", ["removed", "spoilt"])
-def test_a_folder_that_is_removed_or_spoilt_costs_one_run(tmp_path, monkeypatch, fault):
-    """Of three at a time the second loses its record while it runs."""
+@pytest.mark.parametrize("fault", ["removed", "spoilt", "no process"])
+def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault):
+    """Of three at a time the second loses its record while it runs, or has no process, for lack of a server."""
     monkeypatch.setattr(launch, "side_by_side", lambda specs: len(specs))
     specs = plan(["A1", "A2", "A0"], "test", data="synthetic:80", machine=Machine())
-    lost, gone = specs[1].run_path, []
+    lost, gone = tmp_path / specs[1].run_path, []
 
     def look():
-        if not gone and (tmp_path / lost / "steps.jsonl").exists():
-            if fault == "removed":  # at once: the run writes on, and a folder is emptied file by file
-                (tmp_path / lost).rename(tmp_path / "elsewhere")
-            else:
-                (tmp_path / lost / "record.json").write_text("{x")
-            gone.append(True)
+        if not gone and (lost / "steps.jsonl").exists():
+            # Removed at once: the run writes on, and a folder is emptied file by file.
+            move = fault == "removed"
+            gone.append(lost.rename(tmp_path / "moved") if move else (lost / "record.json").write_text("{x"))
 
     def command(spec, runs):
+        if fault == "no process" and tmp_path / spec.run_path == lost:
+            raise EOFError
         return call("tests.small:pretend", spec, runs, 0.05)
 
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
-    assert entries[1]["error"]["kind"] == "RecordLost" and "removed or spoilt" in entries[1]["error"]["message"]
+    assert ("had no process" if fault == "no process" else "removed or spoilt") in entries[1]["error"]["message"]
 
 
 @pytest.mark.slow

@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
             model.qa_outputs.bias.data.fill_(torch.nan)
 
     monkeypatch.setattr("qa_lib.train.loop.clip", poison)
-    with pytest.raises(NonFiniteLoss, match="nan at step 4") as caught:
+    with pytest.raises(ValueError, match=r"--learning-rate .* nan at step 4") as caught:
         trained(spec, samples, tmp_path, model)
     assert caught.value.step == 4
     assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run

@@ -26,9 +26,8 @@ class Batches:
         self._epoch = lru_cache(2)(self._drawn)  # a step can straddle two epochs
         self.per_epoch = len(samples) // self.size
         if not self.per_epoch:
-            raise UserError(f"{len(samples)} samples are too few for a micro-batch of {self.size}")
-        epochs = spec.preset.epochs
-        self.steps = spec.preset.steps or max(1, epochs * self.per_epoch // spec.micro_batches)
+            raise UserError(f"{spec.data['name']}: {len(samples)} samples are too few for --micro-batch {self.size}")
+        self.steps = spec.preset.steps or max(1, spec.preset.epochs * self.per_epoch // spec.micro_batches)
 
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])

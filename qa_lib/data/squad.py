@@ -184,7 +184,8 @@ def _answers(entry: dict, place: str) -> Iterator[tuple[str, int]]:
     """The (text, start) pairs of one entry, which must agree with its is_impossible."""
     answers, impossible = _held(entry, "answers", list, place), _held(entry, "is_impossible", bool, place, False)
     if impossible == bool(answers):
-        raise DataError(f"{place}: {len(answers)} answers, and is_impossible is {str(impossible).lower()}")
+        said = str(entry.get("is_impossible", "not there")).lower()
+        raise DataError(f"{place}: {len(answers)} answers, and is_impossible is {said}")
     for answer in answers:
         yield _held(answer, "text", str, place), _held(answer, "answer_start", int, place)
 

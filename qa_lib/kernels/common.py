@@ -66,7 +66,7 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Launch a Triton kernel, like `kernel[grid](*arguments, **options)`; among fake tensors, compile it soon. Tuples
     of tensors are allowed."""
-    tensor = next(t for argument in arguments for t in _each(argument) if isinstance(t, torch.Tensor))
+    tensor = next(t for a in arguments for t in (a if isinstance(a, tuple) else [a]) if isinstance(t, torch.Tensor))
     if is_fake(tensor):
         likes = tuple(tuple(map(_like, a)) if isinstance(a, tuple) else _like(a) for a in arguments)
         key = (id(kernel), likes, *options.items())
@@ -76,10 +76,6 @@ def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     # What failed there fails again here, and is told.
     wait([future for future in _compiling.values() if not future.done()])
     kernel[grid](*arguments, **options)
-
-
-def _each(argument):
-    return argument if isinstance(argument, tuple) else (argument,)
 
 
 def _like(argument):

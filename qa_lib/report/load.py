@@ -91,7 +91,7 @@ def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
 
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """The runs of one group that count: of each variant, seed, data and value of the axes the newest that ended ok, or
-    else the newest.
+    else the newest. A run that did not end ok does not count where it was of other data, say, than those that did.
 
     Raises NotMeasured for a group without records, and ReportError for one whose runs differ in what they should share.
     """
@@ -101,13 +101,15 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
         raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
     chosen = chosen.assign(done=chosen["status"] == "ok").sort_values(["done", "time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last")
+    done = chosen[chosen["done"]] if chosen["done"].any() else chosen
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
-        if len(chosen[column].unique()) > 1:
-            one, other, *_ = chosen.drop_duplicates(column)[["run_id", column]].to_numpy()
+        if len(done[column].unique()) > 1:
+            one, other, *_ = done.drop_duplicates(column)[["run_id", column]].to_numpy()
             raise ReportError(
                 f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
                 f"{other[1]!r} in {other[0]}; move the older runs away"
             )
+        chosen = chosen[chosen[column].isin(done[column])]
     return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
 
 

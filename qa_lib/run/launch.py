@@ -157,20 +157,22 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
-        except (record.RecordError, OSError) as problem:
-            if self.stopped.is_set():
-                raise
+        except (record.RecordError, OSError, EOFError) as problem:
             return self._lost(spec, run_dir, problem)
 
     def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
-        """A record for a run whose own was removed or spoilt while it ran; raises any other `problem` again, so that no
-        whole record is written over."""
+        """A record for a run whose own was removed or spoilt while it ran, or which had no process, since the server of
+        warm ones was gone; raises any other `problem` again, so that no whole record is written over."""
         try:
-            record.read_record(run_dir)
+            entry = record.read_record(run_dir)
         except record.RecordError:
+            if self.stopped.is_set():
+                raise problem from None
             lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
             return record.finish(run_dir, record.new_record(spec, self.env), "killed", lost)
-        raise problem
+        if entry["status"] != record.STARTING or not isinstance(problem, EOFError | ConnectionError):
+            raise problem
+        return record.finish(run_dir, entry, "killed", {"kind": "killed", "message": self.why or "it had no process"})
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""

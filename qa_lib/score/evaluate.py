@@ -51,8 +51,7 @@ def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: tor
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
-    official = TASKS["qa"]["official"]
-    return {name: found.get(official.get(name, name)) for name in SCORING["qa"]["scores"]}
+    return {name: found.get(TASKS["qa"]["official"].get(name, name)) for name in SCORING["qa"]["scores"]}
 
 
 def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:

@@ -39,10 +39,6 @@ class Checkpoint:
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
-    def is_due(self, step: int, steps: int) -> bool:
-        """Whether the state after `step` of `steps` is to be kept; after the last nothing is left to do."""
-        return bool(self.every) and step % self.every == 0 and step < steps
-
     def save(self, step: int) -> None:
         """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
         disk is full."""
@@ -87,7 +83,7 @@ class Checkpoint:
             temporary.replace(regular(self.path))
         except (OSError, safetensors.SafetensorError) as problem:
             temporary.unlink(missing_ok=True)
-            raise RecordError(f"cannot write {self.path}: {problem}; the checkpoint before it is intact") from problem
+            raise RecordError(f"cannot write {self.path}: {problem}; one that was there before is intact") from problem
 
     def load(self) -> tuple[int, str | None]:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is

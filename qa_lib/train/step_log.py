@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from tqdm import tqdm
 
+from qa_lib.errors import UserError
 from qa_lib.measure.meter import Meter
 from qa_lib.record import RecordError, read_steps
 from qa_lib.spec import Spec
@@ -27,7 +28,7 @@ class StepFailed(RuntimeError):
         self.step = step
 
 
-class NonFiniteLoss(StepFailed):
+class NonFiniteLoss(StepFailed, UserError):
     """The loss is NaN or infinite and no smaller GradScaler scale can help."""
 
 
@@ -84,7 +85,7 @@ class StepLog:
             loss = value if math.isfinite(value) else None
             lines.append({"step": self.written, "loss": loss, "lr": rate, "ms": round(1e3 * taken, 4)})
             if loss is None and not excused:
-                broken = broken or NonFiniteLoss(self.written, f"loss is {value}")
+                broken = broken or NonFiniteLoss(self.written, f"the weights or --learning-rate give a loss of {value}")
         if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append(lines)
