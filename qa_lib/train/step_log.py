@@ -29,7 +29,8 @@ class StepFailed(RuntimeError):
 
 
 class NonFiniteLoss(StepFailed, UserError):
-    """The loss is NaN or infinite and no smaller GradScaler scale can help."""
+    """The loss is NaN or infinite and no smaller GradScaler scale can help. The weights, the learning rate or a kernel
+    is to blame: the latter may be this machine's, so that this is none of record.MISTAKES."""
 
 
 class StepLog:
