@@ -317,7 +317,7 @@ def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault)
 
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
-    assert ("had no process" if fault == "no process" else "removed or spoilt") in entries[1]["error"]["message"]
+    assert entries[1]["error"]["kind"] == ("killed" if fault == "no process" else "RecordLost")
 
 
 @pytest.mark.slow

@@ -82,7 +82,7 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     if RECOMMENDED in minutes and (rivals := _rivals(minutes)):
         first, short = whole.iloc[0], whole.loc[whole["times"] > 1, "spec.variant"].unique()
         until = "the score" if whole["quality.f1"].notna().all() else "the last step"
-        times = "".join(f"; {name} for one epoch, times {load.FULL_EPOCHS}" for name in short)
+        times = "".join(f"; {name}: start, {load.FULL_EPOCHS} times one epoch" for name in short)
         return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
                    n=whole.value_counts("spec.variant").min(), samples=first["spec.n_train"], full=load.FULL_SAMPLES,
                    data=first["data.name"], group=first["group"], code=load.commits(whole))  # fmt: skip
@@ -124,10 +124,10 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
     alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(params)
     whole = runs["status"].eq("ok") & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS]) & runs["spec.search"].eq("")
     done = runs[alike & whole & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
-    seconds = load.numbers(done, {"process": "time.notebook_s", "run": "time.wall_s"})
+    seconds = load.numbers(done, {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"})
     times = load.FULL_EPOCHS / done[load.EPOCHS].astype(float)
-    done = done.assign(times=times, minutes=times * seconds["process"].fillna(seconds["run"]) / 60, training="")
-    done = done.dropna(subset="minutes")
+    spent = times * seconds["process"].fillna(seconds["run"]) - (times - 1) * seconds["start"].fillna(0.0)  # one start
+    done = done.assign(times=times, minutes=spent / 60, training="").dropna(subset="minutes")
     return load.largest_batch(done[done["spec.n_train"] == done["spec.n_train"].max()])
 
 
