@@ -101,15 +101,15 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
         raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
     chosen = chosen.assign(done=chosen["status"] == "ok").sort_values(["done", "time.started", "run_id"])
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last")
-    done = chosen[chosen["done"]] if chosen["done"].any() else chosen
+    compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
-        if len(done[column].unique()) > 1:
-            one, other, *_ = done.drop_duplicates(column)[["run_id", column]].to_numpy()
+        if len(compared[column].unique()) > 1:
+            one, other, *_ = compared.drop_duplicates(column)[["run_id", column]].to_numpy()
             raise ReportError(
                 f"group {group!r} mixes runs that cannot be compared: {column} is {one[1]!r} in {one[0]} and "
                 f"{other[1]!r} in {other[0]}; move the older runs away"
             )
-        chosen = chosen[chosen[column].isin(done[column])]
+        chosen = chosen[chosen[column].isin(compared[column])]
     return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
 
 

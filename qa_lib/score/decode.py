@@ -80,7 +80,7 @@ class Answers:
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        return {each[0].id: [entry for entry, _ in self._ranked(i)] for i, each in enumerate(self._questions)}
+        return {example.id: [entry for entry, _ in self._ranked(i)] for i, (example, *_) in enumerate(self._questions)}
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole. Raises

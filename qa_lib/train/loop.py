@@ -133,7 +133,7 @@ def train(
             loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
-        saves = checkpoint.every > 0 and number % checkpoint.every == 0 and number < batches.steps
+        saves = checkpoint.every > 0 and number % checkpoint.every == 0 and number < batches.steps  # not the last
         log.step(meter, batches.tokens(micro_batches), loss, rate, write=saves)
         if saves:
             step.strategy.finish()
