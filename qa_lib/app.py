@@ -9,6 +9,7 @@ import math
 import os
 import re
 import time
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
@@ -229,10 +230,10 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
 def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list[str], str | None, str]:
     """The groups that there are, the `wanted` one or else the newest, and the report of that as HTML. What cannot be
     read or shown costs a sentence."""
-    broken: dict[str, list[str]] = {}
+    broken = defaultdict(list)
     groups, name, said, shown = [], None, [], []
     try:
-        runs = load_runs(runs_dir, broken)
+        runs = load_runs(runs_dir, lambda group, problem: broken[group].append(str(problem)))
         began = newest(runs)
         groups = sorted(sorted({*began, *broken} - searches(runs)), key=lambda name: began.get(name, ""), reverse=True)
         name = wanted if wanted in groups else next(iter(groups), None)
@@ -247,7 +248,7 @@ def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list
             said = ["There are no records yet: make quickstart makes some in minutes."]
     except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
         said = [f"This cannot be shown: {first_line(problem)}."]
-    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken.get(name, [])]
+    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken[name]]
     return groups, name, "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown])
 
 

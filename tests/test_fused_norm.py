@@ -103,8 +103,7 @@ def test_a_kernel_of_its_own_drops_the_same_and_the_same_gradients(dtype):
 @pytest.mark.triton
 def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
     (product, bias, residual, *weights), grad, seed = drawn(6, 96)
-    inputs = (product.T.contiguous().T, bias, residual + 1000, *weights)
-    close(inputs, grad.T.contiguous().T, seed, 0.1, 1e-3)
+    close((product.T.contiguous().T, bias, residual + 1000, *weights), grad.T.contiguous().T, seed, 0.1, 1e-3)
 
 
 @pytest.mark.triton

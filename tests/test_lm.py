@@ -77,8 +77,7 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     text, whole = tokenize_text(source, tokenizer), "".join(source.rows())
     first, second = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert first == 0, "before each document"
-    parts = [tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])]
-    assert "\f\n".join(parts) == whole
+    assert "\f\n".join(tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])) == whole
     assert (text.words, text.bytes) == (len(whole.split()) + whole.count("\n"), len(whole.encode()))
 
 

@@ -85,8 +85,7 @@ def test_the_repository_has_one_address():
     """A fork puts its own in place of it everywhere, see the end of README.md."""
     files = [ROOT / "README.md", ROOT / "CITATION.cff", *ROOT.glob("notebooks/*.ipynb"), *ROOT.glob("runs/*.ipynb")]
     address = re.compile(r"(?:github\.com|colab\.research\.google\.com/github)/([\w./-]+)")
-    found = {name.split("/blob/")[0] for path in files for name in address.findall(path.read_text())}
-    assert len(found) == 1
+    assert len({name.split("/blob/")[0] for path in files for name in address.findall(path.read_text())}) == 1
 
 
 def test_the_readme_names_every_preset_and_every_notebook():

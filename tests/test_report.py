@@ -33,7 +33,7 @@ def make(runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", err
     """Write one record as fit would; `values` replace sizes and numbers by name, None for not measured. Returns its
     folder."""
     data = {"name": "synthetic:1600", "sha256": "ab" * 32}
-    model = {"name": values.get("model", "tiny"), "revision": "1"}
+    model = {"name": values.get("model", "tiny"), "revision": values.get("revision", "1")}
     own = {name: values[name] for name in ("world", "batch") if "batch" in values}
     spec = resolve(variant, preset, seed, machine, data, model, "synthetic:1600", "tiny", micro_batch, **own)
     size = dataclasses.replace(spec.preset, max_length=values.get("length", spec.preset.max_length))
@@ -49,7 +49,8 @@ def make(runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", err
         sections["quality"] = {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
         sections["speed"] = {"samples_per_s": speed}
         sections["memory"] = {"peak_alloc_mib": values.get("peak", 2000.0 if machine is H200 else None)}
-        sections["model"] = {"params_total": 75_000, "params_trainable": 750 if variant == "B1" else 75_000}
+        size = values.get("params", 75_000)
+        sections["model"] = {"params_total": size, "params_trainable": 750 if variant == "B1" else size}
     return leave(runs, spec, status, error, {"python": "3.11", "gpu": None}, **sections)
 
 
@@ -137,6 +138,13 @@ def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(ru
     change_record(make(runs, "A2", speed=500.0), data={"sha256": "cd" * 32})
     refused(r"mixes runs that cannot be compared: data\.sha256", select, load_runs(runs), "cpu-smoke")
     refused(r"group 'other' has no records \(groups with records: cpu-smoke", select, load_runs(runs), "other")
+
+
+def test_where_nothing_is_scored_models_of_one_name_and_size_are_compared(runs):
+    cases = [("A1", "2", 75_000), ("B1", "2", 80_000), ("A1", "1", 75_000), ("A4", "3", 76_000)]
+    for variant, revision, params in cases:  # the second has adapters on top of the first's, the last is another model
+        make(runs, variant, preset="bench", revision=revision, params=params)
+    assert select(load_runs(runs), "cpu-bench")["model"].value_counts().tolist() == [2, 1]
 
 
 def test_a_record_that_cannot_be_trusted_is_left_out_by_name(runs, capsys):
@@ -306,8 +314,7 @@ def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
         write(run / "profile.json", profile | {"run_id": run.name, "group": run.parent.name})
     runs = select(load_runs(tmp_path), "h200-smoke")
     assert style.title_of(figures.fig_step(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
-    bars = [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()]
-    assert bars == ["A1", "A3"]
+    assert [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()] == ["A1", "A3"]
 
 
 # Figures.

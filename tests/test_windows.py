@@ -146,8 +146,7 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
         check([example], small, 20, 4)
         return
     wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* stride 4 \(1 such"
-    both = [Example("ok", "", "river", "river"), example]
-    refused(wanted, built, both, small, 20, 4)
+    refused(wanted, built, [Example("ok", "", "river", "river"), example], small, 20, 4)
     with pytest.raises(BaseException):  # noqa: B017 - a panic of the tokenizer's is no Exception
         if len(overflow(small, [example.question], [example.context], 20, 4)["input_ids"][0]) > 20:
             raise ValueError("transformers only warns where it cannot cut")

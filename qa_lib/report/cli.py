@@ -5,7 +5,6 @@ Reads run records and nothing else, and never imports torch.
 """
 
 import argparse
-import itertools
 import os
 import tempfile
 import textwrap
@@ -34,12 +33,13 @@ SHOWN = 18  # lines of the table in the terminal
 
 def main(args: argparse.Namespace) -> int:
     """Make the report of a group; 1 if a check fails."""
-    broken: dict[str, list[str]] = {}
-    runs = load.load_runs(args.runs, broken if args.check else None)
     if args.check:
-        problems = [*itertools.chain(*broken.values()), *check(runs, args.runs, args.figures)]
+        problems: list[str] = []
+        runs = load.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
+        problems += check(runs, args.runs, args.figures)
         print("\n".join(problems) or "README.md, pages and figures of the committed runs are up to date")
         return 1 if problems else 0
+    runs = load.load_runs(args.runs)
     if args.readme:
         for page, (_, after) in with_results(runs, args.runs, args.figures).items():
             write_atomically(page, after)
@@ -97,8 +97,7 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
         except papermill.PapermillExecutionError as problem:
             raise load.ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
         found = nbformat.read(out, as_version=4)
-    source = nbformat.read(ROOT / notebook, as_version=4)
-    found.metadata = source.metadata
+    found.metadata = nbformat.read(ROOT / notebook, as_version=4).metadata
     for cell in found.cells:
         cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
         cell.id = "injected-parameters" if tags == ["injected-parameters"] else cell.id

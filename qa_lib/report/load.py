@@ -11,7 +11,6 @@ import pandas as pd
 
 from qa_lib.archive import read_runs, say_left_out
 from qa_lib.errors import UserError
-from qa_lib.record import RecordError
 from qa_lib.variants import BASELINES, TASKS, VARIANTS
 
 REFERENCE = TASKS["qa"]["reference"]  # the group that README.md and the advice for a card speak of, where it is there
@@ -43,32 +42,32 @@ class NotMeasured(ReportError):
     """No record holds what a figure or sentence shows; the message says what is missing and why."""
 
 
-def load_runs(runs: str | Path = "runs", broken: dict[str, list[str]] | None = None) -> pd.DataFrame:
+def load_runs(runs: str | Path = "runs", left_out=say_left_out) -> pd.DataFrame:
     """Every record below `runs`, a line a run: a column a value named by its path ('speed.samples_per_s'), `run`, the
     archive.Run, and AXES.
 
-    Sorted by group and run. A record that cannot be trusted is left out, with a line on the terminal; where `broken` is
-    given, with the line there instead, by its group.
+    Sorted by group and run. A record that cannot be trusted is left out, and `left_out` told of it (see `read_runs`).
     """
-
-    def note(group: str, problem: RecordError) -> None:
-        broken.setdefault(group, []).append(str(problem))
-
-    found = read_runs(runs, left_out=say_left_out if broken is None else note)
+    found = read_runs(runs, left_out=left_out)
     if not found:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
     return with_axes(pd.json_normalize([run.record for run in found]).assign(run=found))
 
 
 def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
-    """Runs with the columns of AXES: `batch` in samples, 0 where a step is one micro-batch; `precision` 'own' unless
+    """Runs with the columns of AXES: `batch` in samples, 0 where a step is one micro-batch; `model` with its revision
+    or, where nothing is scored, its size, as speed depends on that and not on the weights; `precision` 'own' unless
     another than the variant's was asked for; `training` as '3 epochs at 0.0002'; `world` as many as trained."""
+    params = runs["model.params_total"].astype(float)
+    params = params.groupby([runs["model.name"], runs["model.revision"]]).transform("min")  # adapters come on top
+    told = runs["spec.preset.quality"] | params.isna()
+    revision = runs["model.revision"].str[:7].where(told, params.map("of {:,.0f}".format))
     seen = numbers(runs, {"tokens": BATCH_TOKENS, "samples": BATCH, "world": "parallel.world", "stages": "spec.stages"})
     asked = runs["spec.settings.precision"]
     own = runs["spec.variant"].map({name: variant.settings.precision for name, variant in VARIANTS.items()})
     epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").replace("1 epochs at ", "1 epoch at ")
     return runs.assign(
-        model=runs["model.name"].astype(str) + " " + runs["model.revision"].astype(str).str[:7],
+        model=runs["model.name"] + " " + revision,
         world=seen["world"].fillna(runs["spec.world"]).astype(int),
         stages=seen["stages"].fillna(1).astype(int),
         batch=(seen["tokens"] // runs[LENGTH]).fillna(seen["samples"]).fillna(0).astype(int),
@@ -163,8 +162,7 @@ def on_cpu(runs: pd.DataFrame) -> bool:
 
 def sibling(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
     """The runs that count of a group's hardware at another preset, which may be of another task; or none."""
-    hardware = runs.loc[runs["group"] == group, "spec.hardware"]
-    found = runs[runs["spec.hardware"].isin(hardware)]
+    found = runs[runs["spec.hardware"].isin(runs.loc[runs["group"] == group, "spec.hardware"])]
     found = found[(found["spec.preset.name"] == preset) & (found["spec.search"] == "")]
     return found if found.empty else select(found, found["group"].iloc[0])
 
