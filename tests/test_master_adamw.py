@@ -198,8 +198,7 @@ def test_weight_and_rest_are_the_master_for_every_weight():
     nearest = upper(master, 0x8000)
     weight, distance = nearest.bfloat16(), master.view(torch.int32) - nearest.view(torch.int32)
     assert torch.equal(weight.float(), nearest) and distance.abs().max() == 2**15
-    again = master_of(weight, distance.to(torch.int16))
-    assert torch.equal(again.view(torch.int32), master.view(torch.int32))
+    assert torch.equal(master_of(weight, distance.to(torch.int16)).view(torch.int32), master.view(torch.int32))
     # Where two weights are equally near, it is the larger one.
     tie = master.view(torch.int32) & 0xFFFF == 0x8000
     assert torch.equal(weight[~tie], master.bfloat16()[~tie])

@@ -207,7 +207,7 @@ def source(runs: pd.DataFrame) -> str:
     said = say("source", group=first["group"], code=load.commits(shown), where=where, micro_batch=first["micro_batch"],
                level=LEVEL)  # fmt: skip
     others = [name for name in others if name in tagged("headline")]
-    days = f" {', '.join(others)} ran in another sitting than {load.baseline(runs)}, on another host."
+    days = f" {', '.join(others)} ran in another sitting than {load.baseline(runs)}."
     return said + days * bool(others)
 
 
