@@ -57,7 +57,10 @@ def _run(argv: list[str]) -> int:
     verb = find("verb", argv[0], VERBS)
     args = parser_of(argv[0]).parse_args(argv[1:])
     gc.disable()  # modules stay, and looking for garbage among them takes a fifth of the time of importing them
-    module = importlib.import_module(verb["module"])
+    try:
+        module = importlib.import_module(verb["module"])
+    except ModuleNotFoundError as missing:
+        raise UserError(f"{missing}: type . .venv/bin/activate, or pip install -r requirements.txt") from None
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

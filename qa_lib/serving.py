@@ -125,8 +125,8 @@ def guards(hosts: list[str], frames: str) -> list[Middleware]:
 def names(host: str, address: str) -> list[str]:
     """By what names the app may be called when it listens on `host`, which is `address`: any where others than this
     machine reach it, since it cannot know them."""
-    local = ipaddress.ip_address(address).is_loopback
-    return ["127.0.0.1", "localhost", host, f"[{host}]"] if local else ["*"]  # in brackets: IPv6
+    own = ["127.0.0.1", "localhost", host, f"[{host}]"]  # in brackets: IPv6
+    return own if ipaddress.ip_address(address).is_loopback else ["*"]
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -48,6 +48,11 @@ def test_help_lists_the_verbs_quickly():
     assert all(f"\n  {verb} " in said for verb in VERBS)
 
 
+def test_a_python_without_the_requirements_says_what_to_type():
+    said = python("-S", "-m", "qa_lib", "run", "A1", "--preset", "smoke", code=2).stderr
+    assert re.fullmatch(r"error: No module named '\w+': type \. \.venv/bin/activate, or pip install .*\n", said)
+
+
 MISTAKES = table("mistakes") + [
     (f"{words} a\udcff", "'a\\udcff' is not UTF-8") for words in ("run A1 --preset smoke --runs", "report --group")
 ]

@@ -82,8 +82,7 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
 
 
 def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tmp_path, monkeypatch):
-    source = open_text(folder, "validation")
-    first = tokenize_text(source, tokenizer)
+    first = tokenize_text(open_text(folder, "validation"), tokenizer)
     assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
     same = open_text(shutil.copy(folder / "validation.txt", tmp_path / "other.txt"), "train")
     monkeypatch.setattr(same, "rows", lambda: pytest.fail("read again"))
@@ -238,8 +237,7 @@ def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
 
 
 def test_the_arithmetic_of_a_step_is_that_of_its_products():
-    spec = short(max_length=64)
-    model = build_model(spec)
+    model = build_model(short(max_length=64))
     ids = torch.zeros((4, 64), dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()

@@ -59,8 +59,7 @@ def test_two_numbers_of_4_bits_are_a_byte():
 @pytest.mark.torchao
 @pytest.mark.parametrize("width", WIDTHS)
 def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_path):
-    spec = spec_of(f"A1-{width}")
-    model = build_model(spec)
+    model = build_model(spec_of(f"A1-{width}"))
     rounding = [name for name, module in model.named_modules() if is_rounding(module)]
     assert len(rounding) == 6 * model.config.num_hidden_layers and all(".layer." in name for name in rounding)
     native = dict(build_model(spec_of("A1-fp32")).named_parameters())

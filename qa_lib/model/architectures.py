@@ -95,8 +95,7 @@ def encoder_of(model) -> Encoder:
 
 def first_position(config) -> int:
     """The position id of a sequence's first token, from a model's configuration."""
-    found = (ENCODERS | DECODERS)[config.model_type]
-    return config.pad_token_id + 1 if found.positions_after_padding else 0
+    return config.pad_token_id + 1 if (ENCODERS | DECODERS)[config.model_type].positions_after_padding else 0
 
 
 def max_positions(config) -> int:

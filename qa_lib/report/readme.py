@@ -282,8 +282,7 @@ def _picture(path: Path) -> list[str]:
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What `recommended` takes on cards that people have."""
-    gpu = load.select(runs, group)["env.gpu"].iloc[0]
-    return f"{markdown(cards_table())}\n\n{say('cards', gpu=gpu)}"
+    return f"{markdown(cards_table())}\n\n{say('cards', gpu=load.select(runs, group)['env.gpu'].iloc[0])}"
 
 
 def cards_table() -> pd.DataFrame:

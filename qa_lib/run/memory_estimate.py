@@ -57,8 +57,7 @@ class StepMemory:
         # Whether elementwise work is fused, by a compiler or in kernels of our own, and little of it kept.
         self.fused = self.settings.compile not in ("none", "cudagraphs") or self.settings.norms == "fused"
         # Bytes of an element of a weight, and of the residual stream: autocast's norms give fp32.
-        pure = self.settings.precision == "pure-bf16"
-        self.element = 2 if self.settings.half_weights or pure else 4
+        self.element = 2 if self.settings.half_weights or self.settings.precision == "pure-bf16" else 4
         self.by_layers = self.settings.activation_checkpointing is True
 
     def weights(self) -> int:
