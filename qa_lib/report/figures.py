@@ -221,7 +221,7 @@ def phases(shown: dict[str, dict]) -> Figure:
     figure = profile_figure(title, shown, 1.4 + 0.3 * len(shown))
     axis = figure.subplots()
     style.stack(axis, table, HELD_COLORS)
-    style.columns(axis, {"peaks in the": memory["peak_phase"] + " pass"})
+    style.columns(axis, {"peaks in": memory["peak_phase"] + " pass"})
     axis.set_xlabel("GPU memory at the peak in GiB")
     style.legend(axis)
     return figure
