@@ -76,10 +76,11 @@ def folder(text: str) -> Path:
 
 
 class Joined(argparse.Action):
-    """Joins the lists that the words of an option have become."""
+    """Joins the lists that the words of an option have become, also where it is typed more than once."""
 
     def __call__(self, parser, namespace, lists, option=None):
-        setattr(namespace, self.dest, list(itertools.chain(*lists)))
+        before = getattr(namespace, self.dest)
+        setattr(namespace, self.dest, list(itertools.chain([] if before is self.default else before, *lists)))
 
 
 def named(find: Callable[[str], object], also: str | None = None) -> Callable[[str], str]:

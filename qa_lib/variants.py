@@ -224,8 +224,7 @@ class Variant:
 
     @cached_property
     def settings(self) -> Settings:
-        base = VARIANTS[self.parent].settings if self.parent else Settings()
-        return dataclasses.replace(base, **self.change)
+        return dataclasses.replace(VARIANTS[self.parent].settings if self.parent else Settings(), **self.change)
 
 
 def value_of(setting: str, written: str) -> object:

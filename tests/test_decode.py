@@ -150,10 +150,10 @@ def test_files(samples, tmp_path):
     found, folder = decode(samples, EXAMPLES, *in_order(samples, logits(samples))), tmp_path / "new" / "out"
     paths = found.write(folder)
     read = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
-    names = "predictions texts nbest_predictions null_odds".split()
-    assert read == dict(zip(names, (found.predictions, found.texts, found.nbest, found.null_odds), strict=True))
-    assert list(read[names[2]]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
-    assert all(sum(entry["probability"] for entry in one) == pytest.approx(1) for one in read[names[2]].values())
+    names = "nbest_predictions predictions texts null_odds".split()
+    assert read == dict(zip(names, (found.nbest, found.predictions, found.texts, found.null_odds), strict=True))
+    assert list(read[names[0]]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
+    assert all(sum(entry["probability"] for entry in one) == pytest.approx(1) for one in read[names[0]].values())
     before = [path.read_bytes() for path in paths]
     assert found.write(folder) == paths == [folder / f"{name}.json" for name in names]
     assert [path.read_bytes() for path in paths] == before

@@ -249,8 +249,7 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
         path.write_text(old.upper())
         refused(r"train\.txt: it has changed since it was first looked at", use, source, by)
         path.write_text(old)
-    again = tokenize_text(open_text(path, "train"), tokenizer)
-    assert tokenizer.decode(again.tokens[1:40].tolist()) in old
+    assert tokenizer.decode(tokenize_text(open_text(path, "train"), tokenizer).tokens[1:40].tolist()) in old
     vocabulary = learn_tokenizer(open_text(path, "train"), 290).get_vocab()
     assert not any(letter in token for token in vocabulary for letter in ("RI", "TH"))
 

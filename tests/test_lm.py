@@ -228,6 +228,7 @@ def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(
 def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
     spec = short(data=folder)
     samples = load_text(spec).samples
+    refused("too few for --batch", Batches, samples, resized(spec, steps=None, epochs=1, batch_tokens=2**30))
     one, other = Batches(samples, spec), Batches(samples, spec)
     one.step(0)
     for mine, theirs in zip(one.step(7), other.step(7), strict=True):

@@ -154,12 +154,12 @@ DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotter
 def test_a_file_is_answered(folder, tmp_path, capsys):
     data = write(tmp_path / "data.json", DATA)
     assert main(["predict", "--model", str(folder), str(data), "--out", str(tmp_path / "out")]) == 0
-    names = ["predictions.json", "texts.json", "nbest_predictions.json", "null_odds.json"]
+    names = ["nbest_predictions.json", "predictions.json", "texts.json", "null_odds.json"]
     paths = [tmp_path / "out" / name for name in names]
     shown = capsys.readouterr()
     assert (shown.out.split(), shown.err) == ([*map(str, paths)], ""), "no terminal, no bar"
     read = [json.loads(path.read_text()) for path in paths]
-    assert all(list(part) == ["q1", "q2"] for part in read) and all(text in TEXT for text in read[0].values())
+    assert all(list(part) == ["q1", "q2"] for part in read) and all(text in TEXT for text in read[1].values())
 
 
 def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):

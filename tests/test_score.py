@@ -62,8 +62,7 @@ def test_sums_run_in_the_datas_order():
 
 def official_normal(text: str) -> str:
     """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole runs of letters."""
-    kept = "".join(letter for letter in text.lower() if letter not in string.punctuation)
-    runs = re.split(r"(\w+)", kept)
+    runs = re.split(r"(\w+)", "".join(letter for letter in text.lower() if letter not in string.punctuation))
     return " ".join("".join(" " if run in ("a", "an", "the") else run for run in runs).split())
 
 

@@ -40,7 +40,8 @@ by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 class Lab:
     def __init__(self, folder, patch, output, plain):
-        self.runs, self.notebook, self.patch, self.output = folder / "runs", folder / "notebook.ipynb", patch, output
+        self.runs, self.notebook = folder / "runs {seed}", folder / "notebook.ipynb"
+        self.patch, self.output = patch, output
         for name, value in small.environment(self.notebook, this_machine(), plain).items():
             patch.setenv(name, value)
         write_notebook(self.notebook)
@@ -188,7 +189,7 @@ def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
-    code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "0")
+    code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "--seeds", "0")
     said = [line.split(maxsplit=1)[1].strip() for line in out.splitlines()]
     assert said == ["run", "skip: this PyTorch has no torch.compile backend named 'nvfuser'"] * 2
     assert code == 0 and not lab.runs.exists()

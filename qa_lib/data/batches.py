@@ -27,7 +27,9 @@ class Batches:
         self.per_epoch = len(samples) // self.size
         if not self.per_epoch:
             raise UserError(f"{spec.data['name']}: {len(samples)} samples are too few for --micro-batch {self.size}")
-        self.steps = spec.preset.steps or max(1, spec.preset.epochs * self.per_epoch // spec.micro_batches)
+        self.steps = spec.preset.steps or spec.preset.epochs * self.per_epoch // spec.micro_batches
+        if not self.steps:
+            raise UserError(f"{spec.data['name']}: {len(samples)} samples are too few for --batch {spec.preset.batch}")
 
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])

@@ -89,8 +89,7 @@ class Samples:
         batch = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
         if self.segments:
             batch["token_type_ids"] = (real & (position >= self.context[indices, :1])).astype(np.int64)
-        positions = {name: getattr(self, name)[indices] for name in ("start_positions", "end_positions")}
-        return batch | positions
+        return batch | {name: getattr(self, name)[indices] for name in ("start_positions", "end_positions")}
 
 
 def examples_sha256(examples: list[Example]) -> str:

@@ -105,8 +105,7 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
         if at is not None:
             phase = phases[at][2]
         op = caller if _inside(lookups, launched) is None else "aten::embedding"
-        part = part_of(name, op, sizes, phase, widths)
-        rows.append((step, begin / 1e3, ms, name, phase, part))
+        rows.append((step, begin / 1e3, ms, name, phase, part_of(name, op, sizes, phase, widths)))
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
     table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")
     return table

@@ -202,7 +202,7 @@ def _inspect_hub(source: str) -> tuple[dict, dict]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+    if source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.isdir(os.path.dirname(source)):
         raise UserError(f"model folder {source} does not exist")
     try:
         validate_repo_id(source)

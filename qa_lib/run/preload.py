@@ -2,13 +2,13 @@
 
 import contextlib
 import ctypes
+import importlib
+import signal
 
-import ipykernel.kernelapp  # noqa: F401
-import matplotlib.pyplot  # noqa: F401
-import papermill.cli  # noqa: F401
-import seaborn  # noqa: F401
-
-import qa_lib.run.fit  # noqa: F401
+ordinary = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the sweep's to tell, not an import's
+for name in ("ipykernel.kernelapp", "matplotlib.pyplot", "papermill.cli", "seaborn", "qa_lib.run.fit"):
+    importlib.import_module(name)
+signal.signal(signal.SIGINT, ordinary)
 
 NOT_INITIALIZED = 3  # CUresult
 TOUCHED = False  # whether CUDA's driver is initialized, after which no process forked from this one can use a GPU

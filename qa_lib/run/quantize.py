@@ -18,7 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.qat import quantize, save_quantized
-from qa_lib.run.plan import identify_data, without_folders
+from qa_lib.run.plan import go_offline_without_network, identify_data, without_folders
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import Model, answer, answers_to, load_qa_model, window_lengths
 
@@ -66,6 +66,7 @@ def _own_questions(entry: dict) -> Source:
     """The validation questions of a run, whose record has the name of its data without the folders above it. Raises
     UserError where something else has that name here."""
     name = entry["data"]["name"]
+    go_offline_without_network(name)
     if identify_data(name, with_validation=True)["sha256"] != entry["data"]["sha256"]:
         raise UserError(f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its own")
     return open_source(name, "validation")

@@ -37,7 +37,9 @@ def notebook_of(variant: str) -> Path:
 def notebook_command(spec: Spec, runs: Path) -> list[str]:
     """The command that executes the notebook of a spec's variant and leaves it in the run's folder."""
     paths = [ROOT / notebook_of(spec.variant), runs / spec.run_path / "notebook.ipynb"]
-    command = [sys.executable, "-m", "papermill", *map(os.path.relpath, paths)]
+    # Papermill fills in what stands in braces, also in a path.
+    paths = (os.path.relpath(path).replace("{", "{{").replace("}", "}}") for path in paths)
+    command = [sys.executable, "-m", "papermill", *paths]
     command += ["--kernel", "python3", "--no-progress-bar", "--log-output", "--cwd", os.path.relpath(ROOT)]
     for name, value in notebook_parameters(spec, runs).items():
         # -r keeps a text a text: a model folder named 1e3 must not become a number.
@@ -170,8 +172,7 @@ def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
     use_compile_cache(args.compile_cache)
     # Before this machine is probed, which takes seconds: a wrong name is an error at once.
-    task = find_preset(args.preset).task
-    every = [variant.name for variant in VARIANTS.values() if variant.task == task]
+    every = [name for name, variant in VARIANTS.items() if variant.task == find_preset(args.preset).task]
     names = every if args.variants is args.family is None else variants_of(args)
     by_slurm = args.launcher == "slurm"
     if by_slurm and (args.gpus or args.shared_gpu):

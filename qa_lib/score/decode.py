@@ -83,10 +83,11 @@ class Answers:
         return {example.id: [entry for entry, _ in self._ranked(i)] for i, (example, *_) in enumerate(self._questions)}
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
-        """Write predictions.json, texts.json, nbest_predictions.json and null_odds.json, each whole. Raises
+        """Write nbest_predictions.json, predictions.json, texts.json and null_odds.json, each whole. Raises
         RecordError."""
-        files = {"predictions": self.predictions, "texts": self.texts}
-        files |= {"nbest_predictions": self.nbest, "null_odds": self.null_odds}
+        # The largest first: a disk that it fills keeps what all the others were.
+        files = {"nbest_predictions": self.nbest, "predictions": self.predictions}
+        files |= {"texts": self.texts, "null_odds": self.null_odds}
         encode = json.JSONEncoder(check_circular=False).encode  # a quarter quicker
         for name, content in files.items():
             # One question a line: readable, and the fast encoder of json knows no indentation.

@@ -64,8 +64,7 @@ def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: tor
     parts = []
     for logits, positions in ((start, samples.start_positions), (end, samples.end_positions)):
         target = torch.from_numpy(positions[ids.cpu().numpy()]).to(logits.device)
-        scores = logits.masked_fill(logits.isnan(), -torch.inf)
-        parts.append(F.cross_entropy(scores, target))
+        parts.append(F.cross_entropy(logits.masked_fill(logits.isnan(), -torch.inf), target))
     loss = sum(parts).item() / 2
     return loss if math.isfinite(loss) else None
 

@@ -38,8 +38,7 @@ def noise(own: float, mean: float, parts: int, samples: int) -> Noise:
     `parts`, which has so many `samples`, and that of the mean of all; unbiased, so that each may come out negative
     where steps are few. McCandlish et al., appendix A.1."""
     sqr = (parts * mean - own) / (parts - 1)
-    var = (own - mean) * parts * samples / (parts - 1)
-    return Noise(sqr=sqr, var=var)
+    return Noise(sqr=sqr, var=(own - mean) * parts * samples / (parts - 1))
 
 
 def noise_scale(noise: Noise) -> float | None:
