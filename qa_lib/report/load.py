@@ -60,8 +60,8 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
     another than the variant's was asked for; `training` as '3 epochs at 0.0002'; `world` as many as trained."""
     params = runs["model.params_total"].astype(float)
     params = params.groupby([runs["model.name"], runs["model.revision"]]).transform("min")  # adapters come on top
-    told = runs["spec.preset.quality"] | params.isna()
-    revision = runs["model.revision"].str[:7].where(told, params.map("of {:,.0f}".format))
+    by_revision = runs["spec.preset.quality"] | params.isna()
+    revision = runs["model.revision"].str[:7].where(by_revision, params.map("of {:,.0f}".format))
     seen = numbers(runs, {"tokens": BATCH_TOKENS, "samples": BATCH, "world": "parallel.world", "stages": "spec.stages"})
     asked = runs["spec.settings.precision"]
     own = runs["spec.variant"].map({name: variant.settings.precision for name, variant in VARIANTS.items()})

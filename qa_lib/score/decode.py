@@ -85,7 +85,7 @@ class Answers:
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write nbest_predictions.json, predictions.json, texts.json and null_odds.json, each whole. Raises
         RecordError."""
-        # The largest first: a disk that it fills keeps what all the others were.
+        # The largest first: where it fills the disk, all four stay as they were.
         files = {"nbest_predictions": self.nbest, "predictions": self.predictions}
         files |= {"texts": self.texts, "null_odds": self.null_odds}
         encode = json.JSONEncoder(check_circular=False).encode  # a quarter quicker
