@@ -65,6 +65,11 @@ class Preset:
         """Samples per optimizer step; None: one micro-batch."""
         return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
 
+    def check_length(self, model: str, most: int) -> None:
+        """Raise SpecError where samples are longer than the `most` tokens that the model takes."""
+        if self.max_length > most:
+            raise SpecError(f"{model} takes {most} tokens, and samples of preset {self.name} have {self.max_length}")
+
 
 _TYPES = get_type_hints(Preset)
 

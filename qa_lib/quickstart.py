@@ -39,8 +39,7 @@ def main(args: argparse.Namespace) -> int:
             entries = sweep(specs[::-1], launcher)[::-1]  # the longest first: no core is idle at the end
             if any(entry["status"] not in ("ok", "skipped") for entry in entries):
                 return 1
-            folder = args.runs / specs[-1].run_path / "model"
-            answered = pool.submit(_answer, folder).result()
+            answered = pool.submit(_answer, args.runs / specs[-1].run_path / "model").result()
             peaks = pool.submit(_peaks, names).result()
         table = _table(specs, entries, peaks)
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"

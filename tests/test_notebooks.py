@@ -111,8 +111,8 @@ def test_all_notebooks_together_stay_short_and_so_do_those_that_are_read_first()
 
 @every_notebook
 def test_a_notebook_has_one_bootstrap_and_one_cell_of_plain_parameters(path):
-    assert tags(code_cells(path)[0]) == ["bootstrap"]
-    assert tagged(path, "bootstrap") == tagged(NOTEBOOKS[0], "bootstrap")
+    assert tags(code_cells(path)[0]) == ["bootstrap"] and tagged(path, "bootstrap") == tagged(NOTEBOOKS[0], "bootstrap")
+    assert not re.search(r"plan\((?!.*(\*\*own|batch=batch)).*, micro_batch", path.read_text()), "a size is not taken"
     (parameters,) = tagged(path, "parameters")
     for line in ast.parse(parameters).body:
         assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant), ast.unparse(line)
@@ -323,7 +323,7 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
     shown = "".join(data.get("text/markdown", "") for data in report)
     assert all(variant in shown for variant in ROWS)
     assert sum("image/png" in data for data in report) == 1, "of one seed without a GPU: the ladder"
-    explored = run_here("notebooks/explore.ipynb", data="synthetic:400", preset="smoke")
+    explored = run_here("notebooks/explore.ipynb", data="synthetic:400", preset="smoke", micro_batch=32, batch=32)
     assert sum("image/png" in data for data in explored) == 1
 
 

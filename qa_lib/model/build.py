@@ -106,10 +106,7 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
         implementation = attention.attention_name(implementation)
     elif task == "lm" and implementation in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
         implementation = attention.UNMASKED
-    length, most = spec.preset.max_length, max_positions(config)
-    if length > most:
-        preset = spec.preset.name
-        raise UserError(f"{source} takes {most} tokens at most, and preset {preset} makes samples of {length}")
+    spec.preset.check_length(source, max_positions(config))
     if source != "tiny" and not find_shape(source):
         folder = find_folder(source)
         if inspect_checkpoint(folder)[1]:

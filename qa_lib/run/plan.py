@@ -74,12 +74,14 @@ def plan(
     go_offline_without_network(data, model)
     identity, config = _inspect_model(model)
     found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
-    if "model_type" in config:
-        find_encoder(config["model_type"], model, size.task)
+    if (kind := config.get("model_type", "")) != "":
+        find_encoder(kind, model, size.task)
+    if type(most := config.get("max_position_embeddings")) is int:  # RoBERTa takes two fewer; building it says so
+        for spec in specs:
+            spec.preset.check_length(model, most)
     # 0, which everything divides, where it does not say, or not by a number: then loading it says so.
     sizes = {"layers": config.get("num_hidden_layers"), "heads": config.get("num_attention_heads")}
     shape = {name: size if type(size) is int else 0 for name, size in sizes.items()}
-    kind = config.get("model_type", "")
     specs = [
         dataclasses.replace(spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape))
         for spec in specs

@@ -46,8 +46,7 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
         save_quantized(small, tokenizer, folder)
         # What is measured is what was saved.
         (model, _), (small, _) = load_qa_model(plain), load_qa_model(folder)
-        lengths = window_lengths(model)
-        before, after = (Model(each, tokenizer, *lengths) for each in (model, small))
+        before, after = (Model(each, tokenizer, *window_lengths(model)) for each in (model, small))
         say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
         found = {
             **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
