@@ -379,7 +379,7 @@ def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(m
 
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
-    spec = planned("A2", "local", sizes={"max_length": 40, "stride": 10}, model=str(folder))
+    spec = planned("A2", "local", max_length=40, model=str(folder))
     data, model = load_data(spec), build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)
     return model
