@@ -46,9 +46,9 @@ def plan(
     variant a spec for each, and several lists their product. `recommended` becomes the variant, and without
     `micro_batch` the size, that suits the machine, by the records below `runs` too (run/recommend.py).
 
-    Raises SpecError for a name or number that cannot be, before files and the hub are asked, and UserError for what is
-    not to be had. Where `left_out` is given, it gets a sentence for sizes that do not go together, as long as their
-    variant has others.
+    Raises SpecError for a name or number that cannot be, before files and the hub are asked, or a length that the model
+    does not take, and UserError for what is not to be had. Where `left_out` is given, it gets a sentence for sizes that
+    do not go together, as long as their variant has others.
     """
     size = find_preset(preset)
     variants = _list("variants", variants)
