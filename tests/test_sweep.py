@@ -263,7 +263,7 @@ def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     leave(tmp_path, specs[0], "oom")
-    command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_NOT_BEGUN; exit 3"
+    command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_UNFINISHED; exit 3"
     entries = sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}), command)
     assert [entry["status"] for entry in entries] == ["oom", "skipped"]
     out, err = capfd.readouterr()

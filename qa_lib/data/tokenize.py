@@ -60,11 +60,11 @@ def find_layout(tokenizer, backend) -> Layout:
     pair = backend.encode("who", "he")
     whose = "".join("-" if text is None else str(text) for text in pair.sequence_ids)
     parts = re.fullmatch("(-+)(0+)(-*)(1+)(-*)", whose)
-    if not parts or tokenizer.pad_token_id is None:
-        raise UserError(
-            f"{type(tokenizer).__name__} does not join texts as a special token (where no answer points), question, "
-            "context; or it has no token that pads"
-        )
+    name = tokenizer.name_or_path or type(tokenizer).__name__
+    if tokenizer.pad_token_id is None:
+        raise UserError(f"{name}: the tokenizer has no token that pads (pad_token)")
+    if not parts:
+        raise UserError(f"{name}: the tokenizer does not join texts as a special token, question and context")
     before, _, between, _, after = (pair.ids[slice(*parts.span(group))] for group in range(1, 6))
     segments = "token_type_ids" in tokenizer.model_input_names and 1 in pair.type_ids
     return Layout(before, between, after, tokenizer.pad_token_id, segments)

@@ -112,7 +112,7 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
         if inspect_checkpoint(folder)[1]:
             return load(folder, head, implementation, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
-            raise UserError(f"{folder} holds no model.safetensors, and preset {spec.preset.name} needs weights")
+            raise UserError(f"{folder}: no model.safetensors, which {spec.preset.name} needs; save_pretrained makes it")
     with as_user_error(source):
         return head.from_config(config, attn_implementation=implementation)
 

@@ -108,10 +108,11 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
 
 
 def _finish(command: str, counts: dict[str, int]) -> None:
-    """Run a command of the user's, with the number of runs of each status in its environment: QA_LIB_OK=3 and others;
-    if it fails, say so."""
-    numbers = dict.fromkeys([*record.TERMINAL, NOT_BEGUN], 0) | counts
-    names = {f"QA_LIB_{status.upper().replace(' ', '_')}": str(count) for status, count in numbers.items()}
+    """Run a command of the user's, with the number of runs of each status in its environment: QA_LIB_OK=3 and others,
+    QA_LIB_UNFINISHED of those that have not ended; if it fails, say so."""
+    numbers = {status: counts.get(status, 0) for status in record.TERMINAL}
+    numbers["unfinished"] = sum(counts.values()) - sum(numbers.values())
+    names = {f"QA_LIB_{status.upper()}": str(count) for status, count in numbers.items()}
     if code := subprocess.run(command, shell=True, env=os.environ | names).returncode:
         print(f"--on-finish: {command!r} ended with exit code {code}", file=sys.stderr, flush=True)
 
@@ -120,9 +121,8 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
     lines = []
     for spec in specs:
-        line = {"variant": spec.variant, "seed": spec.seed, "length": spec.preset.max_length}
-        line |= {"batch": spec.preset.batch, "micro-batch": spec.asked.micro_batch, "world": spec.world}
-        line["status"] = NOT_BEGUN
+        line = {"variant": spec.variant, "seed": spec.seed, "length": spec.preset.max_length, "world": spec.world}
+        line |= {"batch": spec.preset.batch, "micro-batch": spec.asked.micro_batch, "status": NOT_BEGUN}
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
