@@ -81,8 +81,7 @@ def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold
 
 def test_same_as_the_double_loop_on_real_paragraphs():
     examples = real_squad("validation")[:1500]
-    tokenizer = trained_tokenizer({example.context for example in examples}, 3000)
-    samples = built(examples, tokenizer, 200, 64)
+    samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000), 200, 64)
     assert_same_as_the_loop(samples, examples, *logits(samples))
 
 

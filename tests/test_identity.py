@@ -56,8 +56,7 @@ def local(squad, model, steps=4, every=0):
 
 def nudge(path):
     """Other weights."""
-    weights = load_file(path)
-    save_file({name: tensor + 1e-3 for name, tensor in weights.items()}, path, {"format": "pt"})
+    save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
 
 
 # What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.

@@ -264,10 +264,11 @@ def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_p
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     leave(tmp_path, specs[0], "oom")
     command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_UNFINISHED; exit 3"
-    entries = sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}), command)
-    assert [entry["status"] for entry in entries] == ["oom", "skipped"]
+    launcher = launch.Launcher(tmp_path, Machine(), {})
+    assert [entry["status"] for entry in sweep.sweep(specs, launcher, command)] == ["oom", "skipped"]
+    sweep._finish("echo $QA_LIB_OK $QA_LIB_UNFINISHED", {"ok": 2, record.STARTING: 1, sweep.NOT_BEGUN: 3})
     out, err = capfd.readouterr()
-    assert out.endswith("told 1 1 0 0\n") and err.endswith("ended with exit code 3\n")
+    assert out.endswith("told 1 1 0 0\n2 4\n") and err.endswith("ended with exit code 3\n")
 
 
 def test_gpus_that_stay_idle_are_named(capsys):

@@ -84,8 +84,7 @@ def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
 @pytest.mark.slow
 def test_real_data_with_a_vocabulary_of_its_own():
     examples = real_squad("validation")
-    tokenizer = trained_tokenizer({example.context for example in examples}, 4000)
-    samples = check(examples, tokenizer, 160, 48)
+    samples = check(examples, trained_tokenizer({example.context for example in examples}, 4000), 160, 48)
     answered = sum(not example.impossible for example in examples)
     assert len(set(samples.example[samples.start_positions > 0].tolist())) > 0.99 * answered
 
@@ -220,6 +219,8 @@ def test_tokenizers_and_lengths_that_cannot_work(small):
     bare = trained_tokenizer([TEXT] * 3, 300)
     bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
     refused("does not join texts as a special token", built, examples, bare)
+    bare.pad_token = None
+    refused("has no token that pads", built, examples, bare)
 
 
 def same(a: Samples, b: Samples) -> bool:

@@ -124,8 +124,7 @@ def _encode(backend, texts: list[str]) -> Pieces:
         for text, encoding in zip(part, backend.encode_batch(part, add_special_tokens=False), strict=True):
             ids.append(np.array(encoding.ids, np.int32))
             offsets.append(_without_blank(text, np.array(encoding.offsets, np.int32).reshape(-1, 2)))
-    starts = np.cumsum([0, *map(len, ids)])
-    return Pieces(np.concatenate(ids), starts, np.concatenate(offsets))
+    return Pieces(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), np.concatenate(offsets))
 
 
 def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:

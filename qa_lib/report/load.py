@@ -102,11 +102,12 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last")
     compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
-        if len((values := compared.set_index("run_id")[column]).unique()) > 1:
-            old, new = values.index[values.isin(values[:1])], values.drop_duplicates().index[1]
+        older = compared[column].isin(compared[column].head(1))  # the first began first
+        if not older.all():
+            old, new = compared[older], compared[~older].iloc[0]
             raise ReportError(
-                f"group {group!r} mixes runs that cannot be compared: {column} is {values[new]!r} in {new} and "
-                f"{values.iloc[0]!r} in the older {', '.join(old)}; move these away, folders and lines of archives"
+                f"group {group!r} mixes runs that cannot be compared: {column} is {new[column]!r} in {new['run_id']}, "
+                f"and {old[column].iloc[0]!r} in the older {', '.join(old['run_id'])}; move their folders or lines away"
             )
         chosen = chosen[chosen[column].isin(compared[column])]
     return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
