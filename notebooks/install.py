@@ -18,11 +18,18 @@ def lacks(needed: Requirement) -> bool:
         return True
     fits = needed.specifier.contains(found, prereleases=True)
     if needed.name == "torch" and not fits:
-        print(f"torch {found} is left alone, but this was tested with {needed.specifier}", file=sys.stderr)
+        print(
+            f"torch {found} is left alone, but this was tested with {needed.specifier}",
+            file=sys.stderr,
+        )
     return needed.name != "torch" and not fits
 
 
 os.chdir(Path(__file__).resolve().parents[1])
-sys.path[:] = [folder for folder in sys.path if folder not in ("..", "lab")]  # which lead elsewhere from here
-if wanted := [line for line in Path("requirements.txt").read_text().split() if lacks(Requirement(line))]:
+sys.path[:] = [
+    folder for folder in sys.path if folder not in ("..", "lab")
+]  # which lead elsewhere from here
+if wanted := [
+    line for line in Path("requirements.txt").read_text().split() if lacks(Requirement(line))
+]:
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", *wanted], check=True)

@@ -18,9 +18,13 @@ remote = git("remote", "get-url", "origin")
 found = re.search(r"github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?$", remote)
 if not found:
     said = f"git's remote origin is {remote!r}" if remote else "git has no remote origin"
-    sys.exit(f"links: {said}; name a repository on GitHub: git remote add origin https://github.com/OWNER/NAME")
+    sys.exit(
+        f"links: {said}; name a repository on GitHub: git remote add origin https://github.com/OWNER/NAME"
+    )
 
-old = re.search(r"(?m)^repository-code: https://github\.com/(\S+)$", Path("CITATION.cff").read_text())[1]
+old = re.search(
+    r"(?m)^repository-code: https://github\.com/(\S+)$", Path("CITATION.cff").read_text()
+)[1]
 # In addresses of GitHub, and in Colab's of what lies on GitHub; not where a longer name begins with the same letters.
 address = re.compile(rf"(github\.com/|google\.com/github/){re.escape(old)}(?![\w-]|\.\w)")
 for name in git("grep", "-lF", f"/{old}").splitlines():

@@ -18,5 +18,7 @@ __all__ = list(_HOMES)
 def __getattr__(name: str):
     """A name of __all__, imported when it is asked for: PyTorch takes seconds."""
     if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}")
+        raise AttributeError(
+            f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}"
+        )
     return getattr(importlib.import_module(f"qa_lib.{_HOMES[name]}"), name)

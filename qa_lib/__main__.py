@@ -27,7 +27,11 @@ def main(argv: list[str]) -> int:
         return 2
     except OSError as problem:
         if problem.filename or problem.errno is None:  # transformers raises those without a number
-            said = f"{problem.filename}: {problem.strerror}" if problem.filename else first_line(problem)
+            said = (
+                f"{problem.filename}: {problem.strerror}"
+                if problem.filename
+                else first_line(problem)
+            )
             print(f"error: {printable(said)}", file=sys.stderr)
             return 2
         if problem.errno not in (errno.EPIPE, errno.ENOSPC, errno.EIO):
@@ -52,15 +56,21 @@ def _run(argv: list[str]) -> int:
         print("\nexample: python -m qa_lib sweep --help")
         return 0 if argv else 2
     for word in argv:
-        if any(0xD800 <= ord(letter) < 0xE000 for letter in word):  # how Python holds bytes that are no UTF-8
-            raise UserError(f"{word!a} is not UTF-8, which names of files and everything else have to be here")
+        if any(
+            0xD800 <= ord(letter) < 0xE000 for letter in word
+        ):  # how Python holds bytes that are no UTF-8
+            raise UserError(
+                f"{word!a} is not UTF-8, which names of files and everything else have to be here"
+            )
     verb = find("verb", argv[0], VERBS)
     args = parser_of(argv[0]).parse_args(argv[1:])
     gc.disable()  # modules stay, and looking for garbage among them takes a fifth of the time of importing them
     try:
         module = importlib.import_module(verb["module"])
     except ModuleNotFoundError as missing:
-        raise UserError(f"{missing}: type . .venv/bin/activate, or pip install -r requirements.txt") from None
+        raise UserError(
+            f"{missing}: type . .venv/bin/activate, or pip install -r requirements.txt"
+        ) from None
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

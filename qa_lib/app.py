@@ -53,7 +53,10 @@ WORKER = ThreadPoolExecutor(1)
 
 def answer(choice, question: str, context: str) -> dict:
     """What score.ask.ask gives, and the question's `context`. Raises UserError, which says what is wrong."""
-    for name, text, most in (("paragraph", context, MAX_CONTEXT), ("question", question, MAX_QUESTION)):
+    for name, text, most in (
+        ("paragraph", context, MAX_CONTEXT),
+        ("question", question, MAX_QUESTION),
+    ):
         if not text.strip():
             raise UserError(f"Write or paste a {name}.")
         if len(text) > most:
@@ -65,7 +68,9 @@ def answer(choice, question: str, context: str) -> dict:
     try:
         return WORKER.submit(_ask, choice.folder, question, context).result() | {"context": context}
     except (UserError, OSError) as problem:
-        reason = str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
+        reason = (
+            str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
+        )
         raise UserError(without_paths(f"{choice.name} cannot be asked: {reason}")) from None
 
 
@@ -82,7 +87,9 @@ def decided(found: dict, threshold: float) -> tuple[str, str]:
     context, margin = found["context"], found["margin"]
     if best is None or margin is None or margin > threshold:
         return "No answer", f'<div class="text">{escape(context)}</div>'
-    before, text, after = (escape(part) for part in (context[: best["begin"]], best["text"], context[best["end"] :]))
+    before, text, after = (
+        escape(part) for part in (context[: best["begin"]], best["text"], context[best["end"] :])
+    )
     return best["text"], f'<div class="text">{before}<mark>{text}</mark>{after}</div>'
 
 
@@ -117,7 +124,10 @@ def without_paths(text: str) -> str:
 def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
     """The page. Whatever comes from a record, a model or an asker is shown as text."""
     # Gradio counts events, and keeps and averages 10,000 of them, for a page that is switched off here.
-    os.environ |= {"GRADIO_ANALYTICS_MAX_EVENTS": "1", "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9)}
+    os.environ |= {
+        "GRADIO_ANALYTICS_MAX_EVENTS": "1",
+        "GRADIO_ANALYTICS_CACHE_FREQUENCY": str(10**9),
+    }
     with gr.Blocks(title="BERT on SQuAD v2", analytics_enabled=False) as demo:
         with gr.Tab("Ask"):
             _ask_tab(demo, models)
@@ -130,25 +140,40 @@ def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
 def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
     listed = models.listed()
     if not listed:
-        gr.Markdown("There is no checkpoint to ask yet: `make quickstart` trains small ones on a CPU in minutes.")
+        gr.Markdown(
+            "There is no checkpoint to ask yet: `make quickstart` trains small ones on a CPU in minutes."
+        )
     examples = _examples()
     _, context, question = examples[-1 if listed and listed[0].synthetic else 0]
     with gr.Row():
-        first, second = (gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models))
+        first, second = (
+            gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models)
+        )
     context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12)
     question = gr.Textbox(question, label="Question")
     button = gr.Button("Ask", variant="primary", elem_id="ask")
     with gr.Row():
         for label, *example in examples:  # gr.Examples would need a route of its own
-            gr.Button(label, size="sm").click(partial(list, example), None, [context, question], **QUIET)
+            gr.Button(label, size="sm").click(
+                partial(list, example), None, [context, question], **QUIET
+            )
     with gr.Row():
         cards = [_card(), _card()]
 
     def asked(first: str | None, second: str | None, context: str, question: str) -> list:
-        other = _answered(models, second, context, question) if second else [gr.update(visible=False)] * 5 + [None]
+        other = (
+            _answered(models, second, context, question)
+            if second
+            else [gr.update(visible=False)] * 5 + [None]
+        )
         return [*_answered(models, first or "", context, question), *other]
 
-    demo.load(lambda: [gr.update(choices=menu["choices"]) for menu in _menus(models)], None, [first, second], **QUIET)
+    demo.load(
+        lambda: [gr.update(choices=menu["choices"]) for menu in _menus(models)],
+        None,
+        [first, second],
+        **QUIET,
+    )
     gr.on(
         [button.click, question.submit], asked, [first, second, context, question], [*cards[0], *cards[1]],
         show_progress_on=question, api_visibility="private",
@@ -170,7 +195,10 @@ def _examples() -> list[tuple[str, str, str]]:
     """(label, paragraph, question): two about real English, one of the text that a smoke model knows."""
     english = open_source(Path(__file__).with_name("data") / "english.json", "validation").examples
     generated = open_source("synthetic:200", "validation").examples
-    short = min((example for example in generated if example.answers), key=lambda example: len(example.context))
+    short = min(
+        (example for example in generated if example.answers),
+        key=lambda example: len(example.context),
+    )
     found = [(english[0], ""), (english[-1], " (no answer)"), (short, " (generated)")]
     return [(example.question + note, example.context, example.question) for example, note in found]
 
@@ -181,7 +209,9 @@ def _card() -> list:
     with gr.Column(visible=False) as column:
         answer = gr.Textbox(label="Answer", interactive=False, elem_classes="answer")
         paragraph = gr.HTML(elem_classes="shown paragraph")
-        slider = gr.Slider(-10, 10, precision=3, label="Threshold for “no answer”", buttons=[], interactive=True)
+        slider = gr.Slider(
+            -10, 10, precision=3, label="Threshold for “no answer”", buttons=[], interactive=True
+        )
         best = gr.HTML(elem_classes="shown")
         found = gr.JSON(visible=False)
     slider.input(decided, [found, slider], [answer, paragraph], trigger_mode="always_last", **QUIET)
@@ -227,7 +257,9 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
     gr.on([demo.load, gr.Timer(5).tick], shown_running, None, active, **QUIET)
 
 
-def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list[str], str | None, str]:
+def dashboard(
+    runs_dir: Path, figures_dir: Path, wanted: str = ""
+) -> tuple[list[str], str | None, str]:
     """The groups that there are, the `wanted` one or else the newest, and the report of that as HTML. What cannot be
     read or shown costs a sentence."""
     broken = defaultdict(list)
@@ -235,26 +267,40 @@ def dashboard(runs_dir: Path, figures_dir: Path, wanted: str = "") -> tuple[list
     try:
         runs = load_runs(runs_dir, lambda group, problem: broken[group].append(str(problem)))
         began = newest(runs)
-        groups = sorted(sorted({*began, *broken} - searches(runs)), key=lambda name: began.get(name, ""), reverse=True)
+        groups = sorted(
+            sorted({*began, *broken} - searches(runs)),
+            key=lambda name: began.get(name, ""),
+            reverse=True,
+        )
         name = wanted if wanted in groups else next(iter(groups), None)
         if name in began:
             chosen = select(runs, name)
-            shown = [html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))]
+            shown = [
+                html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))
+            ]
             shown += [picture(*figure) for figure in figures_of(figures_dir / name)]
             said = [source(chosen)]
             if len(shown) == 1:
                 said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
         elif not groups:
             said = ["There are no records yet: make quickstart makes some in minutes."]
-    except Exception as problem:  # whatever a spoilt record leads to: the other groups are to be seen
+    except (
+        Exception
+    ) as problem:  # whatever a spoilt record leads to: the other groups are to be seen
         said = [f"This cannot be shown: {first_line(problem)}."]
     bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken[name]]
-    return groups, name, "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown])
+    return (
+        groups,
+        name,
+        "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown]),
+    )
 
 
 def picture(title: str, png: bytes) -> str:
     """A figure as HTML that needs no file."""
-    return f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    return (
+        f'<img alt="{escape(title)}" src="data:image/png;base64,{base64.b64encode(png).decode()}">'
+    )
 
 
 def running(runs: Path) -> str:
@@ -269,14 +315,20 @@ def running(runs: Path) -> str:
         except (OSError, RecordError):  # it is gone by now, or the dashboard says what is wrong
             continue
         step, planned = progress_of(path.parent)
-        bar = f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}' if planned else ""
+        bar = (
+            f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}'
+            if planned
+            else ""
+        )
         since = tqdm.format_interval(max(0, time.time() - written))
         name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
         found.append(f"<p>{name} {bar}, last written {since} ago</p>")
     return "".join(found)
 
 
-def app(*models: str, runs: str | Path = "runs", figures: str | Path = "figures", share: bool = False) -> gr.Blocks:
+def app(
+    *models: str, runs: str | Path = "runs", figures: str | Path = "figures", share: bool = False
+) -> gr.Blocks:
     """Show the demo in a notebook, in Colab as well: of `models` (folders, names of the hub), then of those of `runs`.
 
     `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model.
@@ -304,7 +356,9 @@ def main(args: argparse.Namespace) -> int:
     parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
     gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)
     for choice in models.listed()[:1]:
-        WORKER.submit(_ask, choice.folder, "who", "it was she")  # loaded while the page is being read
+        WORKER.submit(
+            _ask, choice.folder, "who", "it was she"
+        )  # loaded while the page is being read
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"http://{host}:{port}  (Ctrl-C stops it)", flush=True)
     serve(parent, listener)

@@ -21,7 +21,13 @@ from qa_lib import record
 from qa_lib.errors import UserError, printable
 from qa_lib.record import RecordError
 
-STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")  # of a line of steps.jsonl; phi: the gradient noise scale so far
+STEP_COLUMNS = (
+    "step",
+    "loss",
+    "lr",
+    "ms",
+    "phi",
+)  # of a line of steps.jsonl; phi: the gradient noise scale so far
 
 
 @dataclass
@@ -74,7 +80,9 @@ def _archived_steps(path: Path) -> dict[str, pd.DataFrame]:
         return {}
     try:
         steps = pd.read_parquet(path)
-        return {run: own[[*STEP_COLUMNS]].reset_index(drop=True) for run, own in steps.groupby("run_id")}
+        return {
+            run: own[[*STEP_COLUMNS]].reset_index(drop=True) for run, own in steps.groupby("run_id")
+        }
     except (OSError, ValueError, KeyError) as problem:
         raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
 
@@ -85,7 +93,9 @@ def say_left_out(group: str, problem: RecordError) -> None:
 
 
 def read_runs(
-    runs: str | Path, group: str | None = None, left_out: Callable[[str, RecordError], None] = say_left_out
+    runs: str | Path,
+    group: str | None = None,
+    left_out: Callable[[str, RecordError], None] = say_left_out,
 ) -> list[Run]:
     """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
     trusted, by their group."""
@@ -103,7 +113,9 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
         try:
             entry = record.read_record(run_dir)
             if (entry["group"], entry["run_id"]) != (run_dir.parent.name, run_dir.name):
-                raise RecordError(f"{run_dir}: its record is that of {entry['group'][:40]}/{entry['run_id'][:40]}")
+                raise RecordError(
+                    f"{run_dir}: its record is that of {entry['group'][:40]}/{entry['run_id'][:40]}"
+                )
             yield Run(entry, run_dir)
         except RecordError as problem:
             left_out(run_dir.parent.name, problem)
@@ -143,14 +155,18 @@ def main(args: argparse.Namespace) -> int:
     write_archive(path, found)
     print(f"{path}: {len(found)} runs, and beside it their steps")
     if len(found) < len(every):
-        print(f"not finished, and left out: {len(every) - len(found)}, which are in their folders alone")
+        print(
+            f"not finished, and left out: {len(every) - len(found)}, which are in their folders alone"
+        )
     return 0
 
 
 def write_archive(path: Path, found: list[Run]) -> None:
     """Write a group's runs to a file, and their steps beside it. Raises RecordError for a profile that is broken."""
     lines = [run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in found]
-    text = "".join(json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+    text = "".join(
+        json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines
+    )
     own = [run.steps().assign(run_id=run.record["run_id"]) for run in found]
     steps, buffer = pd.concat(own, ignore_index=True), io.BytesIO()
     steps[["run_id", *STEP_COLUMNS]].to_parquet(buffer, compression="zstd", index=False)

@@ -51,7 +51,9 @@ def whole(least: int, most: int) -> Callable[[str], int]:
 
 def capability(text: str) -> int:
     """A compute capability, as in 7.5; times 10."""
-    return round(10 * within(float, "a compute capability such as 7.5 (T4) or 9.0 (H100)", 5, 20)(text))
+    return round(
+        10 * within(float, "a compute capability such as 7.5 (T4) or 9.0 (H100)", 5, 20)(text)
+    )
 
 
 def given(text: str) -> str:
@@ -80,7 +82,11 @@ class Joined(argparse.Action):
 
     def __call__(self, parser, namespace, lists, option=None):
         before = getattr(namespace, self.dest)
-        setattr(namespace, self.dest, list(itertools.chain([] if before is self.default else before, *lists)))
+        setattr(
+            namespace,
+            self.dest,
+            list(itertools.chain([] if before is self.default else before, *lists)),
+        )
 
 
 def named(find: Callable[[str], object], also: str | None = None) -> Callable[[str], str]:
@@ -107,7 +113,9 @@ KINDS = {
     "port": whole(0, 65535),
     "number": within(float, "a number", -math.inf, math.inf),
     "size": within(float, "a number above 0", math.nextafter(0, 1), sys.float_info.max),
-    "rate": within(float, "a learning rate, between 0 and 1", math.nextafter(0, 1), math.nextafter(1, 0)),
+    "rate": within(
+        float, "a learning rate, between 0 and 1", math.nextafter(0, 1), math.nextafter(1, 0)
+    ),
     "capability": capability,
 }
 
@@ -127,7 +135,9 @@ OPTIONS = {name: _option(**table) for name, table in read_toml("options.toml").i
 OPTIONS["--preset"]["help"] = ", ".join(PRESETS)
 
 
-VERBS = read_toml("verbs.toml")  # of `either` one option at most may be given, or exactly one where it is `required`
+VERBS = read_toml(
+    "verbs.toml"
+)  # of `either` one option at most may be given, or exactly one where it is `required`
 
 
 def parser_of(name: str) -> Parser:
@@ -156,10 +166,15 @@ def variants_of(args: argparse.Namespace) -> list[str]:
     """The names of the variants that were asked for, `recommended` among them. Raises UserError where none was."""
     names = [*(args.variants or []), *(find_family(args.family) if args.family else [])]
     if not names:
-        raise UserError("no variant is named: give some of `python -m qa_lib variants`, or a --family")
+        raise UserError(
+            "no variant is named: give some of `python -m qa_lib variants`, or a --family"
+        )
     return names
 
 
 def own_of(args: argparse.Namespace) -> dict:
     """What of its preset a run has otherwise, as `plan` takes it."""
-    return {name: getattr(args, name) for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")}
+    return {
+        name: getattr(args, name)
+        for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")
+    }

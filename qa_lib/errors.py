@@ -22,8 +22,14 @@ def first_line(error: BaseException) -> str:
 
 
 CTRL_C = "SIGINT (Ctrl-C)"
-SIGNALS = {signal.SIGINT: CTRL_C, signal.SIGTERM: "SIGTERM", signal.SIGHUP: "SIGHUP (its terminal is gone)"}
-TOGETHER_S = 3  # signals that come within so many seconds are one wish: a closing terminal sends several
+SIGNALS = {
+    signal.SIGINT: CTRL_C,
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP (its terminal is gone)",
+}
+TOGETHER_S = (
+    3  # signals that come within so many seconds are one wish: a closing terminal sends several
+)
 
 
 class Stopped(KeyboardInterrupt):

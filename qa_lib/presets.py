@@ -12,8 +12,14 @@ MOST = 2**31 - 1  # of what is counted here
 
 def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
     """The value, NumPy's as well, as a whole number in these bounds. Raises SpecError for any other."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= value <= most:
-        raise SpecError(f"{name} is {str(value)[:40]!r}, and not a whole number from {least} to {most}")
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Integral)
+        or not least <= value <= most
+    ):
+        raise SpecError(
+            f"{name} is {str(value)[:40]!r}, and not a whole number from {least} to {most}"
+        )
     return int(value)
 
 
@@ -35,10 +41,16 @@ class Preset:
     data: str = "squad_v2"  # synthetic:N | a hub name | "" where --data must name a file or folder
     max_length: int = 384  # tokens of a sample, at most
     stride: int = 128  # tokens that neighbouring samples of a paragraph share
-    effective_batch: int | None = 32  # samples per optimizer step; None: one micro-batch, however large
-    batch_tokens: int | None = None  # tokens per optimizer step, in place of effective_batch where samples are full
+    effective_batch: int | None = (
+        32  # samples per optimizer step; None: one micro-batch, however large
+    )
+    batch_tokens: int | None = (
+        None  # tokens per optimizer step, in place of effective_batch where samples are full
+    )
     learning_rate: float = 3e-5
-    recipe_rates: bool = True  # recipes multiply the rate; not for a model that starts from random weights
+    recipe_rates: bool = (
+        True  # recipes multiply the rate; not for a model that starts from random weights
+    )
     warmup: float = 0.1  # share of the steps in which the learning rate rises
     steps: int | None = None  # optimizer steps ...
     epochs: int | None = None  # ... or passes over the training samples
@@ -54,7 +66,9 @@ class Preset:
             value = getattr(self, name)
             fits = kind | int if kind in (float, float | None) else kind
             if kind in (int, int | None) and value is not None:
-                whole_number(name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1)
+                whole_number(
+                    name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1
+                )
             elif not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool):
                 raise SpecError(f"{name} is {str(value)[:40]!r}")
         if not 0 < self.learning_rate < 1:
@@ -68,7 +82,9 @@ class Preset:
     def check_length(self, model: str, most: int) -> None:
         """Raise SpecError where samples are longer than the `most` tokens that the model takes."""
         if self.max_length > most:
-            raise SpecError(f"{model} takes {most} tokens, and samples of preset {self.name} have {self.max_length}")
+            raise SpecError(
+                f"{model} takes {most} tokens, and samples of preset {self.name} have {self.max_length}"
+            )
 
 
 _TYPES = get_type_hints(Preset)
@@ -76,7 +92,9 @@ _TYPES = get_type_hints(Preset)
 
 def _preset(name: str, values: dict) -> Preset:
     """A table of presets.toml."""
-    return Preset(name=name, **{key: None if value == "none" else value for key, value in values.items()})
+    return Preset(
+        name=name, **{key: None if value == "none" else value for key, value in values.items()}
+    )
 
 
 PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.toml").items()}
@@ -121,7 +139,10 @@ def sized(
     return found
 
 
-HEAD, BYTES = 64, 256  # width of a head; tokens that a byte-level vocabulary has before it merges any
+HEAD, BYTES = (
+    64,
+    256,
+)  # width of a head; tokens that a byte-level vocabulary has before it merges any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,8 +163,16 @@ def find_shape(model: str) -> Shape | None:
         return None
     pattern = r"gpt2:L(?P<layers>\d{1,9})H(?P<hidden>\d{1,9})(V(?P<vocabulary>\d{1,9}))?(P(?P<positions>\d{1,9}))?"
     found = re.fullmatch(pattern, model, re.ASCII)
-    shape = Shape(**{name: int(size) for name, size in found.groupdict().items() if size}) if found else Shape(0, 0)
-    if not (shape.layers and shape.hidden and shape.positions) or shape.hidden % HEAD or shape.vocabulary <= BYTES:
+    shape = (
+        Shape(**{name: int(size) for name, size in found.groupdict().items() if size})
+        if found
+        else Shape(0, 0)
+    )
+    if (
+        not (shape.layers and shape.hidden and shape.positions)
+        or shape.hidden % HEAD
+        or shape.vocabulary <= BYTES
+    ):
         raise SpecError(
             f"model {model!r}: a shape is written like gpt2:L12H768V50257P1024, layers, width (a multiple of {HEAD}), "
             f"vocabulary (more than {BYTES}) and positions, of which the last two may be left out"

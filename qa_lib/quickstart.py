@@ -21,7 +21,11 @@ from qa_lib.run.warm import SERVER
 from qa_lib.spec import Machine, Spec
 from qa_lib.variants import tagged
 
-PRESET, MICRO_BATCH, T4 = "smoke", 32, 75  # for memory and speed: samples in a forward pass; compute capability x 10
+PRESET, MICRO_BATCH, T4 = (
+    "smoke",
+    32,
+    75,
+)  # for memory and speed: samples in a forward pass; compute capability x 10
 
 
 def main(args: argparse.Namespace) -> int:
@@ -30,22 +34,32 @@ def main(args: argparse.Namespace) -> int:
     # A run's id is the same on every machine.
     ids = [spec.run_id for spec in plan(names, PRESET, machine=Machine())]
     records = [next(args.runs.glob(f"*/{name}/record.json"), None) for name in ids]
-    if not kept.exists() or None in records or kept.stat().st_mtime < max(path.stat().st_mtime for path in records):
+    if (
+        not kept.exists()
+        or None in records
+        or kept.stat().st_mtime < max(path.stat().st_mtime for path in records)
+    ):
         with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
             print("PyTorch is being imported, once for all runs", flush=True)
             machine, env = pool.submit(_probe).result()
             specs = plan(names, PRESET, machine=machine)
             launcher = Launcher(args.runs, machine, env, command=notebook_command, warm=True)
-            entries = sweep(specs[::-1], launcher)[::-1]  # the longest first: no core is idle at the end
+            entries = sweep(specs[::-1], launcher)[
+                ::-1
+            ]  # the longest first: no core is idle at the end
             if any(entry["status"] not in ("ok", "skipped") for entry in entries):
                 return 1
             answered = pool.submit(_answer, args.runs / specs[-1].run_path / "model").result()
             peaks = pool.submit(_peaks, names).result()
         table = _table(specs, entries, peaks)
         notebook = args.runs / specs[-1].run_path / "notebook.ipynb"
-        figure = os.path.relpath(ROOT / "figures" / REFERENCE / "ladder.png")  # a GPU's: a CPU's would rank the reverse
+        figure = os.path.relpath(
+            ROOT / "figures" / REFERENCE / "ladder.png"
+        )  # a GPU's: a CPU's would rank the reverse
         files = f"Open\n  {notebook}\n  {figure}"
-        write_atomically(kept, "\n\n".join([table, answered, files, SAYINGS["next"].strip()]) + "\n")
+        write_atomically(
+            kept, "\n\n".join([table, answered, files, SAYINGS["next"].strip()]) + "\n"
+        )
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
     return 0
 
@@ -59,9 +73,15 @@ def _probe() -> tuple[Machine, dict]:
 def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> str:
     """What each run came to here, and beside it what is predicted for a T4 and was measured on another GPU."""
     every = load_runs(ROOT / "runs")
-    there = timed(select(every, REFERENCE)).set_index("variant") if REFERENCE in set(every["group"]) else pd.DataFrame()
+    there = (
+        timed(select(every, REFERENCE)).set_index("variant")
+        if REFERENCE in set(every["group"])
+        else pd.DataFrame()
+    )
     gpu = select(every, REFERENCE)["env.gpu"].iloc[0] if len(there) else "GPU"
-    there = there.reindex(index=[spec.variant for spec in specs], columns=["samples_per_s", "ratio"])
+    there = there.reindex(
+        index=[spec.variant for spec in specs], columns=["samples_per_s", "ratio"]
+    )
     table = pd.DataFrame({
         "variant": there.index,
         "F1": [points(entry["quality"]["f1"]) for entry in entries],
@@ -89,7 +109,10 @@ def _answer(folder: Path) -> str:
     from qa_lib.score.predict import ask
 
     generated = open_source("synthetic:200", "validation").examples
-    example = min((example for example in generated if example.answers), key=lambda example: len(example.context))
+    example = min(
+        (example for example in generated if example.answers),
+        key=lambda example: len(example.context),
+    )
     found = ask(folder, example.question, example.context)
     best = found["nbest"][0]
     return (

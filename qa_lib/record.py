@@ -36,7 +36,15 @@ STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
 # Kinds of errors that the user can mend: files, a hub that does not answer, and the UserErrors.
-MISTAKES = ("OSError", "UserError", "SpecError", "UnknownName", "DataError", "RecordError", "RunTaken")
+MISTAKES = (
+    "OSError",
+    "UserError",
+    "SpecError",
+    "UnknownName",
+    "DataError",
+    "RecordError",
+    "RunTaken",
+)
 
 # What a column of a table can hold.
 FITS = Field(ge=-(2**63), lt=2**63)
@@ -70,10 +78,21 @@ def section(name: str, values: dict) -> type:
 
 SECTIONS = read_toml("record.toml")
 Record = section("Record", SECTIONS)
-Speed, Memory = section("Speed", SECTIONS["speed"]), section("Memory", SECTIONS["memory"])  # what meter.py measures
-StepTime, Noise = section("StepTime", SECTIONS["time"]["step_ms"]), section("Noise", SECTIONS["parallel"]["noise"])
-DEFAULTS = {"settings": dataclasses.asdict(Settings()), "preset": dataclasses.asdict(Preset(name=""))}
-SCORING = {name: {"name": name} | task["scoring"] for name, task in TASKS.items()}  # as in a record's `task`
+Speed, Memory = (
+    section("Speed", SECTIONS["speed"]),
+    section("Memory", SECTIONS["memory"]),
+)  # what meter.py measures
+StepTime, Noise = (
+    section("StepTime", SECTIONS["time"]["step_ms"]),
+    section("Noise", SECTIONS["parallel"]["noise"]),
+)
+DEFAULTS = {
+    "settings": dataclasses.asdict(Settings()),
+    "preset": dataclasses.asdict(Preset(name="")),
+}
+SCORING = {
+    name: {"name": name} | task["scoring"] for name, task in TASKS.items()
+}  # as in a record's `task`
 
 
 class RecordError(UserError):
@@ -93,10 +112,15 @@ def new_record(spec: Spec, env: dict) -> dict:
     task = SCORING[spec.preset.task]
     known = "variant seed hash hardware world stages search sm adjusted".split()
     quality = dict.fromkeys(task["scores"])
-    found = Record(spec.run_id, spec.group, "running", schema=SCHEMA, env=env, task=task, quality=quality)
+    found = Record(
+        spec.run_id, spec.group, "running", schema=SCHEMA, env=env, task=task, quality=quality
+    )
     record = dataclasses.asdict(found)
     record["spec"] |= {name: getattr(spec, name) for name in known}
-    record["spec"] |= {"preset": dataclasses.asdict(spec.preset), "settings": dataclasses.asdict(spec.asked)}
+    record["spec"] |= {
+        "preset": dataclasses.asdict(spec.preset),
+        "settings": dataclasses.asdict(spec.asked),
+    }
     record["code"] = code_version()
     record["data"] |= spec.data
     record["model"] |= spec.model
@@ -119,16 +143,22 @@ def code_version() -> dict:
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(Path(__file__).parent), *words]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout.strip()
 
     if named := os.environ.get("QA_LIB_COMMIT"):
         if not re.fullmatch(r"[0-9a-f]{40}", named):
-            raise RecordError(f"QA_LIB_COMMIT={named!r} is not a commit's whole hash, 40 hexadecimal digits")
+            raise RecordError(
+                f"QA_LIB_COMMIT={named!r} is not a commit's whole hash, 40 hexadecimal digits"
+            )
         return {"commit": named, "dirty": None}
     try:
         # Runs and figures are what the code writes; only a change of the code itself makes a checkout dirty.
         changed = git("status", "--porcelain", "--", ":/qa_lib", ":/requirements.txt")
-        changed += git("diff", "--no-ext-diff", "--ignore-matching-lines", LINK, "HEAD", "--", ":/notebooks")
+        changed += git(
+            "diff", "--no-ext-diff", "--ignore-matching-lines", LINK, "HEAD", "--", ":/notebooks"
+        )
         changed += git("ls-files", "--others", "--exclude-standard", ":/notebooks")
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(changed)}
     except (OSError, subprocess.SubprocessError):
@@ -152,7 +182,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
         os.replace(temporary, path)
     except OSError as problem:
-        raise RecordError(f"cannot write {path}: {problem.strerror}; what was there before is intact") from problem
+        raise RecordError(
+            f"cannot write {path}: {problem.strerror}; what was there before is intact"
+        ) from problem
     finally:
         if temporary:  # which is `path` by now, unless something came between
             with contextlib.suppress(OSError):
@@ -185,7 +217,9 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 def with_result(record: dict, hint: str = "") -> dict:
     """The record of a run that has its result. Raises UserError, with the hint, for one that failed."""
     if record["status"] not in FINISHED:
-        raise UserError(f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}{hint}")
+        raise UserError(
+            f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}{hint}"
+        )
     return record
 
 
@@ -216,16 +250,22 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
         found = _adapter(kind).dump_python(_adapter(kind).validate_python(record))
         for name, values in DEFAULTS.items():  # as in the hash of a run
             found["spec"][name] = values | found["spec"][name]
-        Preset(**{name: found["spec"]["preset"][name] for name in DEFAULTS["preset"]})  # checks them
+        Preset(
+            **{name: found["spec"]["preset"][name] for name in DEFAULTS["preset"]}
+        )  # checks them
         whole_number("spec.settings.micro_batch", found["spec"]["settings"]["micro_batch"], 1)
     except ValidationError as problem:
         first = problem.errors()[0]
         # Where several types would do, the last part says which was tried.
-        way = ".".join(str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool"))
+        way = ".".join(
+            str(part) for part in first["loc"] if part not in ("int", "float", "str", "bool")
+        )
         raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
     except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
-    known = SCORING.get(found["task"]["name"], SCORING["qa"])  # with scores that came after the record
+    known = SCORING.get(
+        found["task"]["name"], SCORING["qa"]
+    )  # with scores that came after the record
     for name in [*found["task"]["scores"], *known["scores"]]:
         found["quality"].setdefault(name)
     return found
@@ -252,7 +292,9 @@ def parsed(path: Path, text: str, known: str) -> dict:
         raise RecordError(f"{path}: not readable as JSON ({problem}): remove it") from problem
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
-        raise RecordError(f"{path}: schema {schema!r} is not known to this version, which reads {known!r}")
+        raise RecordError(
+            f"{path}: schema {schema!r} is not known to this version, which reads {known!r}"
+        )
     return found
 
 
@@ -262,7 +304,9 @@ def read_steps(path: Path) -> list[dict]:
     for line in path.read_bytes().splitlines() if path.is_file() else []:
         with contextlib.suppress(Exception):  # whatever a spoilt line leads to
             step = json.loads(line)
-            if step["step"] > 0 and all(value is None or math.isfinite(value) for value in step.values()):
+            if step["step"] > 0 and all(
+                value is None or math.isfinite(value) for value in step.values()
+            ):
                 found.append(step)
     return found
 

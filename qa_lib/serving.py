@@ -17,7 +17,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from qa_lib.errors import UserError
 
 SECONDS = 10  # in which a request, head and body, has to arrive
-PENDING = 256  # connections that have not sent a whole request; the next takes the place of the oldest
+PENDING = (
+    256  # connections that have not sent a whole request; the next takes the place of the oldest
+)
 CONNECTIONS = 600  # in all, below the 1,024 open files that many systems allow
 MAX_HEAD = 16_384  # bytes of a head that is not whole yet
 MAX_BODY = 1_500_000  # bytes; JSON may spell each of a paragraph's 100,000 characters in 12
@@ -64,7 +66,9 @@ def _refused(scope) -> PlainTextResponse | None:
     """The answer to a request that is not the page's, or None."""
     headers = Headers(scope=scope)
     if scope["method"] == "POST" and scope["path"] == JOIN:
-        if headers.get("content-type", "").partition(";")[0] != "application/json":  # which no foreign form can send
+        if (
+            headers.get("content-type", "").partition(";")[0] != "application/json"
+        ):  # which no foreign form can send
             return PlainTextResponse("JSON is expected", 415)
         # A body without a length is not the page's; of others uvicorn takes no byte more than they said.
         too_long = int(headers.get("content-length", MAX_BODY + 1)) > MAX_BODY
@@ -132,13 +136,17 @@ def names(host: str, address: str) -> list[str]:
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises UserError for an empty host and a port that is taken."""
     if not host.strip():
-        raise UserError("--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that")
+        raise UserError(
+            "--host is empty, which would listen to everybody: leave it out, or write 0.0.0.0 to mean that"
+        )
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         listener = socket.create_server((host, port), family=family, backlog=512)
     except (OSError, OverflowError) as problem:
         reason = getattr(problem, "strerror", None) or problem
-        raise UserError(f"cannot listen on {host}, port {port}: {reason}; --port takes another") from None
+        raise UserError(
+            f"cannot listen on {host}, port {port}: {reason}; --port takes another"
+        ) from None
     # asyncio does it for sockets of its own only: answers would wait 40 ms for the asker's delayed ACK.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
@@ -150,6 +158,8 @@ def serve(app, listener: socket.socket) -> None:
         app, http=Connection, ws="none", limit_concurrency=CONNECTIONS, h11_max_incomplete_event_size=MAX_HEAD,
         timeout_graceful_shutdown=3, log_level="warning", access_log=False, server_header=False,
     )  # fmt: skip
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` has it; else it ends the app as Ctrl-C does
+    if (
+        signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN
+    ):  # as `nohup` has it; else it ends the app as Ctrl-C does
         uvicorn.server.HANDLED_SIGNALS = {*uvicorn.server.HANDLED_SIGNALS, signal.SIGHUP}
     uvicorn.Server(config).run(sockets=[listener])

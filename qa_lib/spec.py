@@ -12,7 +12,17 @@ from pathlib import Path
 from typing import ClassVar
 
 from qa_lib.presets import Preset, find_preset, find_shape, sized, whole_number
-from qa_lib.variants import ADJUSTMENTS, Recipe, Settings, SpecError, find_recipe, find_variant, meets, unmet, value_of
+from qa_lib.variants import (
+    ADJUSTMENTS,
+    Recipe,
+    Settings,
+    SpecError,
+    find_recipe,
+    find_variant,
+    meets,
+    unmet,
+    value_of,
+)
 
 CONTEXT_GIB = 0.5  # a process takes this of a GPU beside what PyTorch reserves
 
@@ -36,7 +46,9 @@ def hardware_name(gpu: str | None) -> str:
     """A GPU's marketing name as part of a folder name: 'NVIDIA H200' is 'h200', no GPU is 'cpu'."""
     if not gpu:
         return "cpu"
-    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()).strip("-")
+    return re.sub(
+        r"[^a-z0-9]+", "-", re.sub(r"NVIDIA|Tesla|GeForce", "", gpu).strip().lower()
+    ).strip("-")
 
 
 def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
@@ -49,8 +61,15 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
     """The settings as this machine runs them, and a sentence for each that had to change."""
     sm = max(1, machine.sm) if machine.gpus else 0
-    found = [line for line in ADJUSTMENTS if int(line["sm"]) <= sm < int(line["below"]) and meets(settings, line["of"])]
-    said = [f"{line['setting']}: {line['value']}, {line['why'].format(**vars(settings))}" for line in found]
+    found = [
+        line
+        for line in ADJUSTMENTS
+        if int(line["sm"]) <= sm < int(line["below"]) and meets(settings, line["of"])
+    ]
+    said = [
+        f"{line['setting']}: {line['value']}, {line['why'].format(**vars(settings))}"
+        for line in found
+    ]
     values = {line["setting"]: value_of(line["setting"], line["value"]) for line in found}
     return dataclasses.replace(settings, **values), said
 
@@ -104,7 +123,9 @@ class Spec:
         }
         if self.asked.trainable != "all":  # a name does not say which rank and rate it stood for
             content["recipe"] = dataclasses.asdict(find_recipe(self.asked.trainable))
-        content |= {name: number for name in ("world", "stages") if (number := getattr(self, name)) != 1}
+        content |= {
+            name: number for name in ("world", "stages") if (number := getattr(self, name)) != 1
+        }
         return sha256_of_json(content)
 
     @property
@@ -115,7 +136,9 @@ class Spec:
     def group(self) -> str:
         """The folder that holds this run and those it is compared with; what they have in common is in the record."""
         named = {"qa", *self.preset.name.split("-")}  # a preset may name its task itself
-        return "-".join([self.hardware, self.preset.name] + [self.preset.task] * (self.preset.task not in named))
+        return "-".join(
+            [self.hardware, self.preset.name] + [self.preset.task] * (self.preset.task not in named)
+        )
 
     @property
     def run_id(self) -> str:
@@ -153,8 +176,14 @@ def replicas(spec: Spec, world: int) -> int:
             f"{preset.name!r}, which are {preset.batch} samples by {spec.settings.micro_batch}"
         )
     if (schedule == "1f1b" and each < stages) or (schedule == "interleaved" and each % stages):
-        wanted = "at least as many micro-batches as" if schedule == "1f1b" else "a multiple in micro-batches of"
-        raise SpecError(f"{schedule} takes {wanted} the {stages} stages, and a pipeline has {each} in a step")
+        wanted = (
+            "at least as many micro-batches as"
+            if schedule == "1f1b"
+            else "a multiple in micro-batches of"
+        )
+        raise SpecError(
+            f"{schedule} takes {wanted} the {stages} stages, and a pipeline has {each} in a step"
+        )
     return shares
 
 
@@ -171,12 +200,16 @@ def unshared(spec: Spec, shape: Mapping[str, int]) -> str | None:
 def _differing(values: Settings | Preset, defaults: Settings | Preset) -> dict:
     """The fields whose values are not those of `defaults`."""
     usual = dataclasses.asdict(defaults)
-    return {name: value for name, value in dataclasses.asdict(values).items() if value != usual[name]}
+    return {
+        name: value for name, value in dataclasses.asdict(values).items() if value != usual[name]
+    }
 
 
 def sha256_of_json(content: object) -> str:
     """SHA-256, in hexadecimal digits, of the canonical JSON of a value."""
-    return hashlib.sha256(json.dumps(content, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    ).hexdigest()
 
 
 def resolve(
@@ -201,7 +234,10 @@ def resolve(
     baseline, until something is `chosen`. Raises UnknownName, and SpecError for a variant of another task and a number
     that cannot be.
     """
-    own = {name: value if name == "learning_rate" else whole_number(name, value or 0, 0) for name, value in own.items()}
+    own = {
+        name: value if name == "learning_rate" else whole_number(name, value or 0, 0)
+        for name, value in own.items()
+    }
     size = sized(find_preset(preset), **own)
     named, chosen = find_variant(variant, size.task), []
     if variant == "recommended":
@@ -209,11 +245,17 @@ def resolve(
     counts = {"micro_batch": micro_batch, "world": world, "stages": stages}
     counts = {name: whole_number(name, value or 0, 0) for name, value in counts.items()}
     micro_batch, world, stages = counts.values()
-    asked = dataclasses.replace(named.settings, **{"micro_batch": micro_batch} if micro_batch else {})
+    asked = dataclasses.replace(
+        named.settings, **{"micro_batch": micro_batch} if micro_batch else {}
+    )
     if named.task != size.task:
-        raise SpecError(f"{variant} is a variant of task {named.task}, and preset {preset!r} of task {size.task}")
+        raise SpecError(
+            f"{variant} is a variant of task {named.task}, and preset {preset!r} of task {size.task}"
+        )
     if size.task == "qa" and asked.cuda_graph and asked.padding != "packed":
-        raise SpecError(f"{variant}: the mask of padded sequences is made on the host, and a graph has no host")
+        raise SpecError(
+            f"{variant}: the mask of padded sequences is made on the host, and a graph has no host"
+        )
     if size.task == "qa" and asked.engine == "plain" and asked.padding != "packed":
         raise SpecError(f"{variant}: the plain BERT takes packed sequences")
     if (shape := find_shape(model_source)) and size.max_length > shape.positions:
@@ -230,14 +272,18 @@ def resolve(
     world = world or (1 if asked.parallel == "none" else max(WORLD, stages or 1))
     stages = stages or (world if asked.parallel == "pipeline" else 1)
     if world > 1 and asked.parallel == "none":
-        raise SpecError(f"{variant} trains in one process, not in {world}; the variants of family P take several")
+        raise SpecError(
+            f"{variant} trains in one process, not in {world}; the variants of family P take several"
+        )
     if stages > 1 and asked.parallel != "pipeline":
         raise SpecError(f"{variant} is no pipeline and has no stages")
     settings, adjusted = adjust(asked, machine)
     # What these can be one of alone is nothing of a run's own.
     one = {"none": ("world", "stages"), "pipeline": ()}.get(asked.parallel, ("stages",))
     values = dataclasses.asdict(size) | counts | {"batch": size.effective_batch}
-    given = {name: values[name] for name, value in (own | counts).items() if value and name not in one}
+    given = {
+        name: values[name] for name, value in (own | counts).items() if value and name not in one
+    }
     spec = Spec(
         variant=named.name, preset=size, seed=seed, asked=asked, settings=settings, adjusted=adjusted,
         skip=missing(settings, machine, world), hardware=machine.hardware, data=data, model=model,

@@ -32,7 +32,9 @@ class UnknownName(SpecError):
 def nearest(kind: str, name: str, known: Iterable[str]) -> str:
     """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
     folded = {word.casefold(): word for word in known}
-    close = [folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)]
+    close = [
+        folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)
+    ]
     hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
     others = f" (known: {listed})" if not close or len(listed) < 80 else ""
     return f"unknown {kind} {name!r}{hint}{others}"
@@ -45,9 +47,15 @@ def find(kind: str, name: str, table: Mapping):
     return table[name]
 
 
-Attention = Literal["eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"]
-Optimizer = Literal["adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"]
-DataParallel = Literal["ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"]
+Attention = Literal[
+    "eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"
+]
+Optimizer = Literal[
+    "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
+]
+DataParallel = Literal[
+    "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,7 +91,9 @@ class Settings:
     qat: Literal["none", "int8", "int4"] = "none"
     # a backend of torch.compile | regional: inductor, for a few layers at a time | reduce-overhead: its mode, in which
     # PyTorch replays the passes of a plain engine as CUDA graphs
-    compile: Literal["none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser", "reduce-overhead"] = "none"
+    compile: Literal[
+        "none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser", "reduce-overhead"
+    ] = "none"
     # to the preset's max_length | to the longest of the micro-batch | packed: none, samples share sequences
     padding: Literal["max_length", "longest", "packed"] = "max_length"
     # micro-batches of samples of like length, in random order
@@ -119,11 +129,16 @@ class Settings:
 
     def __post_init__(self):
         for name, values in choices().items():
-            if not any(getattr(self, name) is value or getattr(self, name) == value != 1 for value in values):
+            if not any(
+                getattr(self, name) is value or getattr(self, name) == value != 1
+                for value in values
+            ):
                 raise UnknownName(nearest(name, str(getattr(self, name)), map(str, values)))
         find_recipe(self.trainable)
         if type(self.micro_batch) is not int or self.micro_batch < 1:
-            raise SpecError(f"micro_batch {self.micro_batch!r} is not a whole number of samples, 1 or more")
+            raise SpecError(
+                f"micro_batch {self.micro_batch!r} is not a whole number of samples, 1 or more"
+            )
         for one, other, why in CONFLICTS:
             if _matches(self, one) and _matches(self, other):
                 names = (re.match(r"\w+", condition).group() for condition in (one, other))
@@ -163,7 +178,9 @@ def meets(settings: Settings, conditions: str) -> bool:
 
 def _table(name: str) -> list[dict[str, str]]:
     """The lines of a CSV file beside this one."""
-    return list(csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines()))
+    return list(
+        csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines())
+    )
 
 
 def read_toml(name: str) -> dict[str, dict]:
@@ -171,7 +188,9 @@ def read_toml(name: str) -> dict[str, dict]:
     return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-CONFLICTS = [tuple(line.values()) for line in _table("conflicts.csv")]  # two settings that do not go together, and why
+CONFLICTS = [
+    tuple(line.values()) for line in _table("conflicts.csv")
+]  # two settings that do not go together, and why
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +243,9 @@ class Variant:
 
     @cached_property
     def settings(self) -> Settings:
-        return dataclasses.replace(VARIANTS[self.parent].settings if self.parent else Settings(), **self.change)
+        return dataclasses.replace(
+            VARIANTS[self.parent].settings if self.parent else Settings(), **self.change
+        )
 
 
 def value_of(setting: str, written: str) -> object:
@@ -240,9 +261,13 @@ def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Varian
 
 
 VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
-RECOMMENDED = "E-uncompiled"  # what sentences speak of; what `recommended` stands for depends on the machine
+RECOMMENDED = (
+    "E-uncompiled"  # what sentences speak of; what `recommended` stands for depends on the machine
+)
 TASKS = read_toml("tasks.toml")
-FAMILIES = {letter: name for task in TASKS.values() for letter, name in task["families"].items()}  # -> notebook
+FAMILIES = {
+    letter: name for task in TASKS.values() for letter, name in task["families"].items()
+}  # -> notebook
 BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
 
 
@@ -263,7 +288,10 @@ def find_family(letter: str) -> list[str]:
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
 
 
-VOLTA, AMPERE = 70, 80  # compute capability x 10: of a V100, an A100; a T4 has 75, an L4 89, an H100 90
+VOLTA, AMPERE = (
+    70,
+    80,
+)  # compute capability x 10: of a V100, an A100; a T4 has 75, an L4 89, an H100 90
 # What a machine must have for settings that meet one of the conditions `of`: what of a spec.Machine it `has`, what
 # besides where it is `on_gpu`, and the `sm` (compute capability x 10) from which GPUs have it. Inductor writes kernels
 # for Volta; the oldest that those of our own are compiled for in the tests is a T4.
@@ -272,14 +300,20 @@ NEEDS = _table("needs.csv")
 
 def about(settings: Settings, table: list[dict[str, str]]) -> list[dict[str, str]]:
     """The lines of a table, NEEDS or LACKS, one of whose conditions these settings meet."""
-    return [line for line in table if any(_matches(settings, condition) for condition in line["of"].split())]
+    return [
+        line
+        for line in table
+        if any(_matches(settings, condition) for condition in line["of"].split())
+    ]
 
 
 def unmet(settings: Settings, machine) -> str | None:
     """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
     for need in about(settings, NEEDS):
         names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
-        if not all(getattr(machine, name) for name in names) or (machine.gpus and machine.sm < int(need["sm"])):
+        if not all(getattr(machine, name) for name in names) or (
+            machine.gpus and machine.sm < int(need["sm"])
+        ):
             return need["why"]
     return None
 
@@ -287,13 +321,19 @@ def unmet(settings: Settings, machine) -> str | None:
 # What settings that meet all of the conditions `of` become on a machine, a `value` of one `setting`, from one compute
 # capability x 10 (`sm`) to `below` another; a CPU has 0.
 ADJUSTMENTS = _table("adjustments.csv")
-LACKS = _table("lacks.csv")  # settings `of` which a model of some `architectures` can have none, and why
+LACKS = _table(
+    "lacks.csv"
+)  # settings `of` which a model of some `architectures` can have none, and why
 
 
 def lacking(settings: Settings, architecture: str) -> str | None:
     """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
     can."""
-    found = (lack["why"] for lack in about(settings, LACKS) if architecture in lack["architectures"].split())
+    found = (
+        lack["why"]
+        for lack in about(settings, LACKS)
+        if architecture in lack["architectures"].split()
+    )
     return next((f"does not fit {architecture}: {why}" for why in found), None)
 
 
@@ -309,10 +349,14 @@ def main(args: argparse.Namespace) -> int:
         return 0
     print(f"{'variant':25}{'parent':25}{'GPU':5}change, and why below it")
     for variant in VARIANTS.values():
-        change = ", ".join(f"{key} = {value}" for key, value in variant.change.items()) or "baseline"
+        change = (
+            ", ".join(f"{key} = {value}" for key, value in variant.change.items()) or "baseline"
+        )
         newer = f"{capability / 10}" if (capability := since(variant.settings)) else "-"
         print(f"{variant.name:25}{variant.parent or '-':25}{newer:5}{change}\n    {variant.why}")
-    print("GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0.")
+    print(
+        "GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0."
+    )
     return 0
 
 

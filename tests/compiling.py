@@ -25,7 +25,11 @@ def call_all(capability: int) -> None:
     def whole(*shape):
         return drawn(*shape, dtype=torch.int32)
 
-    hidden, bias, statistics = drawn(tokens, width), drawn(width), drawn(2, tokens, dtype=torch.float32)
+    hidden, bias, statistics = (
+        drawn(tokens, width),
+        drawn(width),
+        drawn(2, tokens, dtype=torch.float32),
+    )
     common.hash_dropout(hidden, whole(), 0.1)
     fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
     rest = (bias, hidden, bias, whole(), statistics, 0.1, hidden.dtype)
@@ -39,16 +43,24 @@ def call_all(capability: int) -> None:
     if capability >= 80:
         for kind in (None, torch.float8_e4m3fn) if capability >= 89 else (None,):
             eighth = drawn(tokens, width, dtype=kind) if kind else None
-            linear_cross_entropy._loss(hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), eighth)
+            linear_cross_entropy._loss(
+                hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), eighth
+            )
         if capability >= 89:
             fp8._weight_in_e4m3(drawn(width, inner))
             fp8.in_e4m3(hidden, fp8.ACTIVATION), fp8.in_e5m2(hidden, fp8.GRADIENT)
-        qkv, sums, ends = drawn(tokens, 3, heads, 64), drawn(heads, tokens, dtype=torch.float32), whole(33)
+        qkv, sums, ends = (
+            drawn(tokens, 3, heads, 64),
+            drawn(heads, tokens, dtype=torch.float32),
+            whole(33),
+        )
         for added, causal in ((None, False), (drawn(3 * width), False), (drawn(3 * width), True)):
             varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125, causal)
             grad = drawn(tokens, heads, 64)
             options = (384, 0.1, 0.125, causal)
-            varlen_attention._attention_backward(grad, qkv, added, grad, sums, ends, whole(), *options)
+            varlen_attention._attention_backward(
+                grad, qkv, added, grad, sums, ends, whole(), *options
+            )
     for moments in (torch.float32, torch.bfloat16, torch.uint8):
         weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
         MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)

@@ -11,14 +11,18 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-if shutil.which("nvidia-smi") is None:  # read when Triton is imported, which libraries do on their own
+if (
+    shutil.which("nvidia-smi") is None
+):  # read when Triton is imported, which libraries do on their own
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # What is ignored here, all that tests start would ignore: SIGHUP under nohup, Ctrl-C in the background of a shell and
 # in workers of pytest-xdist.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads of several workers would wait for each other
+    os.environ.setdefault(
+        "OMP_NUM_THREADS", "1"
+    )  # threads of several workers would wait for each other
 
 
 def slow(*values, **more):
@@ -64,15 +68,31 @@ class Swept:
     def __init__(self, folder: Path):
         self.folder, self.runs = folder, folder / "runs"
         # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
-        fixed = {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "QA_LIB_CACHE": str(folder / "cache"), "SWEPT": "1"}
+        fixed = {
+            "HF_HUB_OFFLINE": "1",
+            "OMP_NUM_THREADS": "1",
+            "QA_LIB_CACHE": str(folder / "cache"),
+            "SWEPT": "1",
+        }
         self.environment = os.environ | fixed
 
     def sweep(self, rows) -> str:
         """What a sweep of these variants says; it must succeed."""
-        command = [sys.executable, "-m", "qa_lib", "sweep", "--preset", "smoke", "--variants", ",".join(rows)]
+        command = [
+            sys.executable,
+            "-m",
+            "qa_lib",
+            "sweep",
+            "--preset",
+            "smoke",
+            "--variants",
+            ",".join(rows),
+        ]
         command += ["--runs", self.runs]
         root = Path(__file__).parent.parent
-        done = subprocess.run(command, cwd=root, env=self.environment, capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=root, env=self.environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
@@ -110,4 +130,6 @@ def pytest_collection_modifyitems(items):
     for item in items:
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
-                item.add_marker(pytest.mark.skip(reason=f"{package} is not installed; see `make extras`"))
+                item.add_marker(
+                    pytest.mark.skip(reason=f"{package} is not installed; see `make extras`")
+                )

@@ -24,7 +24,9 @@ def fail(kind: str) -> None:
 
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise {"oom": torch.OutOfMemoryError("CUDA out of memory"), "error": ValueError("a fault")}[kind]
+    raise {"oom": torch.OutOfMemoryError("CUDA out of memory"), "error": ValueError("a fault")}[
+        kind
+    ]
 
 
 def break_step(fault: dict) -> None:
@@ -60,6 +62,9 @@ def work_but_a4(spec, runs: str) -> None:
 if __name__ == "__main__":
     function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
     torchrun.call = lambda function, spec, runs: call(function, spec, runs, fault)
-    if os.environ.get("RANK") == str(fault.get("rank")) and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    if (
+        os.environ.get("RANK") == str(fault.get("rank"))
+        and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+    ):
         break_step(fault)
     pkgutil.resolve_name(function)(process.spec_from(parts), runs)

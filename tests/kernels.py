@@ -6,7 +6,12 @@ The kernels run on a GPU, or in Triton's interpreter where it is installed witho
 import torch
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_static")
+CHECKS = (
+    "test_schema",
+    "test_autograd_registration",
+    "test_faketensor",
+    "test_aot_dispatch_static",
+)
 
 
 def with_gradients(run, inputs, *grads) -> list[torch.Tensor]:
@@ -31,7 +36,11 @@ def relative(one, other) -> float:
 def close_to_plain(fused, plain, inputs, grads, error: float) -> list[torch.Tensor]:
     """What `fused` gives with its gradients, which must be near to what `plain` gives in float64."""
     found = with_gradients(fused, inputs, *grads)
-    assert_close(found, with_gradients(plain, [x.double() for x in inputs], *(grad.double() for grad in grads)), error)
+    assert_close(
+        found,
+        with_gradients(plain, [x.double() for x in inputs], *(grad.double() for grad in grads)),
+        error,
+    )
     return found
 
 

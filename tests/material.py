@@ -68,7 +68,9 @@ def real_squad(split: str) -> list[Example]:
 def real_tokenizer():
     """BERT's own vocabulary of 30,522 WordPieces, or a skipped test."""
     if "QA_LIB_TEST_TOKENIZER" not in os.environ:
-        pytest.skip("no real vocabulary: QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer")
+        pytest.skip(
+            "no real vocabulary: QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer"
+        )
     return AutoTokenizer.from_pretrained(os.environ["QA_LIB_TEST_TOKENIZER"])
 
 
@@ -101,14 +103,19 @@ def squad_folder(folder: Path, text: str, answer: str, asked: str = "who came?")
     folder.mkdir()
     for split in ("train", "validation"):
         gold = (answer, text.index(answer))
-        entries = [question(f"{split}{number}", asked.format(number=number), gold) for number in range(40)]
+        entries = [
+            question(f"{split}{number}", asked.format(number=number), gold) for number in range(40)
+        ]
         write(folder / f"{split}.json", document((text, entries)))
     return folder
 
 
 def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, int]) -> dict:
     """A question in the hub's layout, whose answers are in columns."""
-    columns = {"text": [answer for answer, _ in answers], "answer_start": [start for _, start in answers]}
+    columns = {
+        "text": [answer for answer, _ in answers],
+        "answer_start": [start for _, start in answers],
+    }
     return {"id": key, "title": title, "question": text, "context": context, "answers": columns}
 
 
@@ -136,10 +143,14 @@ def refused(said: str, call, /, *words, **more) -> str:
     return str(caught.value)
 
 
-def python(*words, cwd: Path = ROOT, code: int = 0, **environment: str) -> subprocess.CompletedProcess:
+def python(
+    *words, cwd: Path = ROOT, code: int = 0, **environment: str
+) -> subprocess.CompletedProcess:
     """What a Python of its own has said, which must end with that exit code."""
     command = [sys.executable, *map(str, words)]
-    done = subprocess.run(command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True)
+    done = subprocess.run(
+        command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
+    )
     assert done.returncode == code, done.stdout + done.stderr
     return done
 
@@ -152,7 +163,9 @@ def without_torch(folder: Path, *words: str) -> str:
     return done.stdout + done.stderr
 
 
-def leave(runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections) -> Path:
+def leave(
+    runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections
+) -> Path:
     """The folder of a run that has ended so, with a record that has these values in its sections."""
     entry = new_record(spec, env or {"gpu": None})
     for name, values in sections.items():

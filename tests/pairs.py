@@ -21,14 +21,18 @@ def combinations(values: dict[str, tuple], clash: Callable[[tuple, tuple], bool]
     for pair in map(frozenset, couples):
         if pair in missing:
             tries = (_drawn(pair, values, clashes, missing, chance) for _ in range(10 * TRIES))
-            drawn = list(filter(None, itertools.islice(tries, TRIES))) or [next(filter(None, tries), {})]
+            drawn = list(filter(None, itertools.islice(tries, TRIES))) or [
+                next(filter(None, tries), {})
+            ]
             best = max(drawn, key=lambda chosen: len(missing & pairs_of(chosen)))
             missing -= pairs_of(best) | {pair}
             found += [best] if best else []
     return found
 
 
-def _drawn(pair: frozenset, values: dict, clashes: set, missing: set, chance: random.Random) -> dict | None:
+def _drawn(
+    pair: frozenset, values: dict, clashes: set, missing: set, chance: random.Random
+) -> dict | None:
     """A combination with that pair, each other value the one that misses most of those before it; None where a name
     has no value left."""
     chosen = dict(pair)
@@ -38,7 +42,9 @@ def _drawn(pair: frozenset, values: dict, clashes: set, missing: set, chance: ra
         free = [value for value in values[name] if not clashes & new[value]]
         if not free:
             return None
-        chosen[name] = max(chance.sample(free, len(free)), key=lambda value, new=new: len(missing & new[value]))
+        chosen[name] = max(
+            chance.sample(free, len(free)), key=lambda value, new=new: len(missing & new[value])
+        )
     return chosen
 
 

@@ -6,7 +6,9 @@ import numpy as np
 def overflow(tokenizer, questions: list[str], contexts: list[str], max_length: int, stride: int):
     """The windows that the fast tokenizer itself cuts."""
     cut = {"truncation": "only_second", "max_length": max_length, "stride": stride}
-    return tokenizer(questions, contexts, return_overflowing_tokens=True, return_offsets_mapping=True, **cut)
+    return tokenizer(
+        questions, contexts, return_overflowing_tokens=True, return_offsets_mapping=True, **cut
+    )
 
 
 def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
@@ -28,7 +30,15 @@ def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
     return start, end
 
 
-def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_answer_length=30, null_threshold=0.0):
+def plain_answers(
+    features,
+    examples,
+    start_logits,
+    end_logits,
+    n_best=20,
+    max_answer_length=30,
+    null_threshold=0.0,
+):
     """Predictions, null odds and n-best lists by a double loop over the n-best start and end positions.
 
     Row i of the float32 logits belongs to window i. Sorting is stable, so ties go to what was found first.
@@ -45,7 +55,12 @@ def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_a
             offsets = features.offsets[features.starts[i] : features.starts[i + 1]].tolist()
             start, end = start_logits[i, : len(offsets)], end_logits[i, : len(offsets)]
             if null is None or start[0] + end[0] < null["score"]:
-                null = {"score": start[0] + end[0], "text": "", "start_logit": start[0], "end_logit": end[0]}
+                null = {
+                    "score": start[0] + end[0],
+                    "text": "",
+                    "start_logit": start[0],
+                    "end_logit": end[0],
+                }
             best_ends = np.argsort(-end, kind="stable")[:n_best].tolist()
             for s in np.argsort(-start, kind="stable")[:n_best].tolist():
                 for e in best_ends:
@@ -54,11 +69,20 @@ def plain_answers(features, examples, start_logits, end_logits, n_best=20, max_a
                     if e < s or e - s + 1 > max_answer_length:
                         continue
                     text = example.context[offsets[s][0] : offsets[e][1]]
-                    span = {"score": start[s] + end[e], "text": text, "start_logit": start[s], "end_logit": end[e]}
+                    span = {
+                        "score": start[s] + end[e],
+                        "text": text,
+                        "start_logit": start[s],
+                        "end_logit": end[e],
+                    }
                     found.append(span)
         found.sort(key=lambda span: span["score"], reverse=True)
         best = next((span for span in found[:n_best] if span["text"]), None)
-        odd = float(null["start_logit"] + null["end_logit"] - best["start_logit"] - best["end_logit"]) if best else 1e30
+        odd = (
+            float(null["start_logit"] + null["end_logit"] - best["start_logit"] - best["end_logit"])
+            if best
+            else 1e30
+        )
         odds[example.id] = odd
         predictions[example.id] = "" if odd > null_threshold else best["text"]
         entries = sorted([*found, null], key=lambda span: span["score"], reverse=True)[:n_best]

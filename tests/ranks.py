@@ -31,11 +31,21 @@ STEPS = 6
 def spec_of(case: dict):
     """A variant at preset smoke, with 16 samples a step, the case's number of processes and a model of its shape."""
     TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
-    preset = {"steps": STEPS, "checkpoint_every": 0, "measure_from": 2, "quality": False, "learning_rate": 1e-3}
+    preset = {
+        "steps": STEPS,
+        "checkpoint_every": 0,
+        "measure_from": 2,
+        "quality": False,
+        "learning_rate": 1e-3,
+    }
     world, stages = case.get("world", 2), case.get("stages")
     size = 16 // max(case.get("parts", 2), world)
-    (spec,) = plan([case["row"]], "smoke", [0], "synthetic:120", "", size, CPU, world=world, stages=stages)
-    return resized(spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {}))
+    (spec,) = plan(
+        [case["row"]], "smoke", [0], "synthetic:120", "", size, CPU, world=world, stages=stages
+    )
+    return resized(
+        spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {})
+    )
 
 
 def unequal(batches):
@@ -56,7 +66,10 @@ class FirstGradients(dict):
     def __call__(self, optimizer, global_norm) -> None:
         if not self:
             strategy = global_norm.__self__
-            own = {strategy.place(n): strategy.gather(p.grad, p).clone() for n, p in enumerate(strategy.parameters)}
+            own = {
+                strategy.place(n): strategy.gather(p.grad, p).clone()
+                for n, p in enumerate(strategy.parameters)
+            }
             self.update(strategy.ranks.gather_stages(own))
         clip(optimizer, global_norm)
 
@@ -74,7 +87,9 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
             parameter.register_hook(lambda gradient: gradient * (1 + case["rounds"] * ranks.rank))
     loop.clip = FirstGradients()
     try:
-        optimizer, _, begin, refused = train(model, batches, spec, DEVICE, run_dir, quiet, None, ranks)
+        optimizer, _, begin, refused = train(
+            model, batches, spec, DEVICE, run_dir, quiet, None, ranks
+        )
     except KeyboardInterrupt:
         return {}
     if ranks.first:  # they are the same of all processes
@@ -82,7 +97,12 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
         save_file(gradients, run_dir / "gradients.safetensors")
     model = gather_model(model, lambda: build_model(spec), ranks)
     weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
-    state = sum(v.numel() for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v))
+    state = sum(
+        v.numel()
+        for values in optimizer.state.values()
+        for v in values.values()
+        if torch.is_tensor(v)
+    )
     norms, pipelined = ranks.stats.norms.tolist(), ranks.stats.pipelined()
     return {"begin": begin, "refused": refused, "weights": weights, "state": state, "norms": norms,
             "pipelined": pipelined, "wrapper": ranks.wrapper}  # fmt: skip

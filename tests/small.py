@@ -23,7 +23,13 @@ from tests import warm
 
 STEPS = 40
 PRESETS["test"] = dataclasses.replace(
-    PRESETS["smoke"], name="test", threads=None, data="synthetic:80", steps=STEPS, measure_from=5, checkpoint_every=10
+    PRESETS["smoke"],
+    name="test",
+    threads=None,
+    data="synthetic:80",
+    steps=STEPS,
+    measure_from=5,
+    checkpoint_every=10,
 )
 
 PARAMETERS = 'variant = "A1"\npreset = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
@@ -49,7 +55,13 @@ def plain_command(spec: Spec, runs: Path) -> list[str]:
     """As sweep.notebook_command, without papermill."""
     from qa_lib.run.sweep import notebook_parameters
 
-    return [sys.executable, "-m", "tests.small", "cells", json.dumps(notebook_parameters(spec, runs))]
+    return [
+        sys.executable,
+        "-m",
+        "tests.small",
+        "cells",
+        json.dumps(notebook_parameters(spec, runs)),
+    ]
 
 
 def run_cells(parameters: str) -> None:
@@ -98,16 +110,26 @@ def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
     import nbformat  # slow, and of no use in a kernel
 
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [nbformat.v4.new_code_cell(source) for source in (PARAMETERS, SPEC + before, work)]
+    notebook.cells = [
+        nbformat.v4.new_code_cell(source) for source in (PARAMETERS, SPEC + before, work)
+    ]
     notebook.cells[0].metadata["tags"] = ["parameters"]
-    notebook.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+    notebook.metadata["kernelspec"] = {
+        "name": "python3",
+        "display_name": "Python 3",
+        "language": "python",
+    }
     nbformat.write(notebook, path)
 
 
 def environment(notebook: Path, machine: Machine, plain: bool) -> dict[str, str]:
     """What a driver in this lab is told."""
     # Two threads wait for each other on a busy machine.
-    given = {"SMALL_NOTEBOOK": str(notebook), "SMALL_SERVER": warm.address(), "OMP_NUM_THREADS": "1"}
+    given = {
+        "SMALL_NOTEBOOK": str(notebook),
+        "SMALL_SERVER": warm.address(),
+        "OMP_NUM_THREADS": "1",
+    }
     given["SMALL_MACHINE"] = json.dumps(dataclasses.asdict(machine))
     return given | ({"SMALL_PLAIN": "1"} if plain else {})
 
@@ -131,5 +153,7 @@ if __name__ == "__main__":
         warm.share(os.environ["SMALL_SERVER"])
     code = main(sys.argv[1:])
     if code == STOPPED:
-        os._exit(code)  # as `python -m qa_lib` ends: Python's own way out fails where the terminal is gone
+        os._exit(
+            code
+        )  # as `python -m qa_lib` ends: Python's own way out fails where the terminal is gone
     sys.exit(code)

@@ -32,7 +32,9 @@ from qa_lib.spec import Machine
 from tests.conftest import slow
 from tests.material import cases, change_record, leave, refused, wait_for, write
 
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 HEAD = "qa_outputs.weight"
 SECONDS = 3  # of serving.SECONDS, in the server of these tests
 EVIL = '<img src=x onerror="alert(1)"><script>alert(2)</script>${alert(3)}{{alert(4)}}![x](http://evil.example/x.png)'
@@ -49,7 +51,11 @@ def runs(tmp_path_factory, swept):
     shutil.copytree(swept.folder_of("A1"), folder / first.run_path)
     other = shutil.copytree(folder / first.run_path, folder / second.run_path)
     weights = load_file(other / "model" / "model.safetensors")
-    save_file(weights | {HEAD: 1.1 * weights[HEAD]}, other / "model" / "model.safetensors", {"format": "pt"})
+    save_file(
+        weights | {HEAD: 1.1 * weights[HEAD]},
+        other / "model" / "model.safetensors",
+        {"format": "pt"},
+    )
     write_digests(other / "model")
     quality = {"best_f1": 99.94, "best_f1_threshold": 3.25}
     entry = change_record(other, spec=new_record(second, {})["spec"], quality=quality)
@@ -57,7 +63,9 @@ def runs(tmp_path_factory, swept):
     broken = folder / "cpu-smoke" / "A3-s0-abcdef"
     broken.mkdir()
     (broken / "record.json").write_text('{"schema": "qa_lib/1", "status":')
-    began = leave(folder, running, "running", {"message": EVIL}, entry["env"], spec={"planned_steps": 400})
+    began = leave(
+        folder, running, "running", {"message": EVIL}, entry["env"], spec={"planned_steps": 400}
+    )
     write(began / "steps.jsonl", {"step": 7, "loss": 1.0, "lr": 0.1, "ms": 1.0})
     figure = folder.parent / "figures" / "cpu-smoke" / "ladder.png"
     figure.parent.mkdir(parents=True)
@@ -69,7 +77,9 @@ def _serve(log, runs):
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     serving.SECONDS = SECONDS
-    os._exit(main(["app", "--runs", str(runs), "--figures", str(runs.parent / "figures"), "--port", "0"]))
+    os._exit(
+        main(["app", "--runs", str(runs), "--figures", str(runs.parent / "figures"), "--port", "0"])
+    )
 
 
 class Server:
@@ -79,24 +89,40 @@ class Server:
         self.log = runs.parent / "log"
         self.process = SERVER.Process(target=_serve, args=(self.log, runs))
         self.process.start()
-        wait_for(lambda: not self.process.is_alive() or (self.log.exists() and "\n" in self.log.read_text()))
+        wait_for(
+            lambda: (
+                not self.process.is_alive() or (self.log.exists() and "\n" in self.log.read_text())
+            )
+        )
         self.address = re.search(r"http://127\.0\.0\.1:\d+", self.log.read_text()).group()
         self.client = httpx.Client(timeout=60, base_url=self.address)
         self.port = self.client.base_url.port
         self.config = self.client.get("/config").json()
-        (button,) = (part["id"] for part in self.config["components"] if part["props"].get("elem_id") == "ask")
-        (self.ask,) = (event for event in self.config["dependencies"] if [button, "click"] in event["targets"])
+        (button,) = (
+            part["id"]
+            for part in self.config["components"]
+            if part["props"].get("elem_id") == "ask"
+        )
+        (self.ask,) = (
+            event for event in self.config["dependencies"] if [button, "click"] in event["targets"]
+        )
 
     def question(self, model, question, context, other=""):
         """The body that asks, as the page sends it."""
         session = os.urandom(5).hex()
-        return {"fn_index": self.ask["id"], "session_hash": session, "data": [model, other, context, question]}
+        return {
+            "fn_index": self.ask["id"],
+            "session_hash": session,
+            "data": [model, other, context, question],
+        }
 
     def __call__(self, *question):
         """What was found, and the first card's updates."""
         body = self.question(*question)
         self.client.post(serving.JOIN, json=body).raise_for_status()
-        lines = self.client.get(f"/gradio_api/queue/data?session_hash={body['session_hash']}").text.splitlines()
+        lines = self.client.get(
+            f"/gradio_api/queue/data?session_hash={body['session_hash']}"
+        ).text.splitlines()
         said = [json.loads(line.removeprefix("data: ")) for line in lines if line]
         (message,) = (one for one in said if one["msg"] == "process_completed")
         assert message["success"], message
@@ -111,7 +137,9 @@ def server(runs):
     os.kill(server.process.pid, signal.SIGTERM)
     server.process.join(5)
     said = server.log.read_text()
-    assert server.process.exitcode == 130 and said.endswith("\nstopped by SIGTERM; finished runs are kept\n")
+    assert server.process.exitcode == 130 and said.endswith(
+        "\nstopped by SIGTERM; finished runs are kept\n"
+    )
     assert "Exception in ASGI" not in said
 
 
@@ -130,22 +158,39 @@ def key_of(runs, variant="A1"):
     return f"cpu-smoke/{folder_of(runs, variant).parent.name}"
 
 
-ODD = ["😀 {} 👩\u200d👩\u200d👧", "e\u0301 İ ß {} ﬁ", "\u200b\u202e{}\u202c\ufeff", "東京 {}。中文"]
+ODD = [
+    "😀 {} 👩\u200d👩\u200d👧",
+    "e\u0301 İ ß {} ﬁ",
+    "\u200b\u202e{}\u202c\ufeff",
+    "東京 {}。中文",
+]
 ODD += ["a\r\n\n\t  {}\u00a0\x00 .", "<b>&amp; {} $&"]
 
 
 @pytest.mark.parametrize("frame", ODD)
-def test_answers_and_their_places_are_those_of_the_paragraph_as_it_was_typed(server, runs, questions, frame):
+def test_answers_and_their_places_are_those_of_the_paragraph_as_it_was_typed(
+    server, runs, questions, frame
+):
     for example in questions[:4]:
         context = frame.format(example.context) + " " + frame.format("x")
         found, card = server(key_of(runs), example.question, context)
         best = next(entry for entry in found["nbest"] if entry["text"])
         begin, end, margin = best["begin"], best["end"], found["margin"]
         assert best["text"] == context[begin:end]
-        assert margin == pytest.approx(predict.ask(folder_of(runs), example.question, context)["margin"], abs=1e-3)
-        pieces = re.fullmatch(r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>', decided(found, 1e9)[1], re.DOTALL)
-        assert [html.unescape(part) for part in pieces.groups()] == [context[:begin], context[begin:end], context[end:]]
-        assert card[1]["value"] == ("No answer" if margin > card[3]["value"] else context[begin:end])
+        assert margin == pytest.approx(
+            predict.ask(folder_of(runs), example.question, context)["margin"], abs=1e-3
+        )
+        pieces = re.fullmatch(
+            r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>', decided(found, 1e9)[1], re.DOTALL
+        )
+        assert [html.unescape(part) for part in pieces.groups()] == [
+            context[:begin],
+            context[begin:end],
+            context[end:],
+        ]
+        assert card[1]["value"] == (
+            "No answer" if margin > card[3]["value"] else context[begin:end]
+        )
 
 
 def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions):
@@ -154,13 +199,19 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
         return text in ([text for text, _ in example.answers] or ["No answer"])
 
     assert sum(right(example) for example in questions[:30]) >= 24
-    found, card = server(key_of(runs), "who came ?", " ".join(example.context for example in questions[:20]))
+    found, card = server(
+        key_of(runs), "who came ?", " ".join(example.context for example in questions[:20])
+    )
     assert found["windows"] > 5 and f"{found['windows']} windows" in card[4]["value"]
     assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
-@pytest.mark.parametrize(("question", "times", "context", "as_often", "said"), cases("questions that are refused"))
-def test_what_cannot_be_asked_is_said_in_place_of_the_answer(server, runs, question, times, context, as_often, said):
+@pytest.mark.parametrize(
+    ("question", "times", "context", "as_often", "said"), cases("questions that are refused")
+)
+def test_what_cannot_be_asked_is_said_in_place_of_the_answer(
+    server, runs, question, times, context, as_often, said
+):
     found, (_, answer, marked, *_) = server(key_of(runs), question * times, context * as_often)
     assert found is None and said in answer["value"] and marked["visible"] is False
 
@@ -184,10 +235,14 @@ def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, t
     run = shutil.copytree(folder_of(runs).parent, tmp_path / "cpu-smoke" / "A1-s0-aaaaaa")
     choices = Choices([], tmp_path)
     (choice,) = choices.listed()
-    (run / "model" / "config.json").write_text('{"architectures": ["X"], "auto_map": {"AutoModel": "evil.Model"}}')
+    (run / "model" / "config.json").write_text(
+        '{"architectures": ["X"], "auto_map": {"AutoModel": "evil.Model"}}'
+    )
     assert str(tmp_path) not in refused("cannot be asked", answer, choice, "who ?", "text")
     (run / "model" / "model.safetensors").rename(run / "model" / "pytorch_model.bin")
-    assert "error: " in typed("app --port 0 --model", run / "model", code=2) and choices.listed() == []
+    assert (
+        "error: " in typed("app --port 0 --model", run / "model", code=2) and choices.listed() == []
+    )
 
 
 def test_no_place_on_this_machine_is_told(runs, monkeypatch):
@@ -203,13 +258,21 @@ def test_a_checkpoint_that_is_written_again_is_loaded_again(runs, tmp_path):
     for variant in ("A1", "A2"):
         folder = shutil.copytree(folder_of(runs, variant), tmp_path / "model")
         margins.append(predict.ask(folder, "who", "it was she")["margin"])
-        shutil.rmtree(folder)  # weights in memory are those of the file, which is not to be written over
-    assert margins[0] != margins[1] == predict.ask(folder_of(runs, "A2"), "who", "it was she")["margin"]
+        shutil.rmtree(
+            folder
+        )  # weights in memory are those of the file, which is not to be written over
+    assert (
+        margins[0]
+        != margins[1]
+        == predict.ask(folder_of(runs, "A2"), "who", "it was she")["margin"]
+    )
 
 
 def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refused(runs):
     loaded = predict._loaded(folder_of(runs), 0)
-    length = loaded.max_length - loaded.stride - 4  # leaves a window one token more than the overlap
+    length = (
+        loaded.max_length - loaded.stride - 4
+    )  # leaves a window one token more than the overlap
     refused(r"in \d,\d{3} pieces", predict.answer, loaded, "who " * length, "she " * 3_000)
 
 
@@ -217,10 +280,20 @@ def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_p
     for variant in ("A1", "A2"):
         shutil.copytree(folder_of(runs, variant).parent, tmp_path / key_of(runs, variant))
     real = shutil.copytree(folder_of(runs).parent, tmp_path / "h200-local" / "E-packed-s2-aaaaaa")
-    change_record(real, quality={"best_f1": 76.0}, data={"name": "squad"}, spec={"variant": "E-packed", "seed": 2})
+    change_record(
+        real,
+        quality={"best_f1": 76.0},
+        data={"name": "squad"},
+        spec={"variant": "E-packed", "seed": 2},
+    )
     found = offered(tmp_path)
-    assert [choice.name for choice in found[:2]] == ["E-packed-s2 · smoke · F1 76.0", "A2-s0 · smoke · F1 99.9"]
-    assert [choice.synthetic for choice in found] == [False, True, True] and found[1].threshold == 3.25
+    assert [choice.name for choice in found[:2]] == [
+        "E-packed-s2 · smoke · F1 76.0",
+        "A2-s0 · smoke · F1 99.9",
+    ]
+    assert [choice.synthetic for choice in found] == [False, True, True] and found[
+        1
+    ].threshold == 3.25
     for spoilt in ("x", None, [], float("inf")):
         change_record(real, quality={"best_f1": spoilt})
         assert len(offered(tmp_path)) == 2
@@ -229,22 +302,44 @@ def test_the_best_model_comes_first_and_those_of_synthetic_text_last(runs, tmp_p
 def test_named_models_have_their_runs_threshold_and_names_of_their_own(runs, tmp_path):
     run = folder_of(runs, "A2").parent
     (choice,), (other,) = named([run]), named([str(run / "model")])
-    assert choice == other and choice.threshold == 3.25 and len(Choices([choice], runs).listed()) == 2
-    given = named([shutil.copytree(run / "model", tmp_path / name) for name in ("one/bert", "other/bert")])
-    assert [c.name for c in Choices(given, tmp_path).listed()] == ["bert (model 1)", "bert (model 2)"]
+    assert (
+        choice == other and choice.threshold == 3.25 and len(Choices([choice], runs).listed()) == 2
+    )
+    given = named(
+        [shutil.copytree(run / "model", tmp_path / name) for name in ("one/bert", "other/bert")]
+    )
+    assert [c.name for c in Choices(given, tmp_path).listed()] == [
+        "bert (model 1)",
+        "bert (model 2)",
+    ]
 
 
 # What is let in.
 
 
 def test_only_what_the_page_asks_for_is_served(server, runs):
-    for path in ("upload", "component_server", "call/ask", "run/predict", "api/predict", "run-history/connect"):
+    for path in (
+        "upload",
+        "component_server",
+        "call/ask",
+        "run/predict",
+        "api/predict",
+        "run-history/connect",
+    ):
         assert server.client.post(f"/gradio_api/{path}", files={"files": b"x"}).status_code == 404
-    files = "file=/etc/passwd", f"file={runs.parent}/figures/cpu-smoke/ladder.png", "file=http://127.0.0.1:1/x"
+    files = (
+        "file=/etc/passwd",
+        f"file={runs.parent}/figures/cpu-smoke/ladder.png",
+        "file=http://127.0.0.1:1/x",
+    )
     others = "info openapi.json runs upload_progress custom_component/1/client/component/x.js proxy=http://127.0.0.1:1/"
     for path in (*files, *others.split()):
         assert server.client.get(f"/gradio_api/{path}").status_code == 404
-    for path in ("/monitoring", "/static/../../routes.py", "/assets/%2e%2e/%2e%2e/%2e%2e/routes.py"):
+    for path in (
+        "/monitoring",
+        "/static/../../routes.py",
+        "/assets/%2e%2e/%2e%2e/%2e%2e/routes.py",
+    ):
         assert server.client.get(path).status_code in (403, 404)
     assert server.client.options(serving.JOIN).status_code == 404
     assert server.client.get("/").status_code == server.client.get("/config").status_code == 200
@@ -254,7 +349,12 @@ def test_only_what_the_page_asks_for_is_served(server, runs):
 def test_foreign_hosts_and_pages_are_refused(server, host):
     for path in ("/", "/config", serving.JOIN):
         assert server.client.get(path, headers={"Host": host}).status_code == 400
-    assert server.client.post(serving.JOIN, content=b"{}", headers={"Content-Type": "text/plain"}).status_code == 415
+    assert (
+        server.client.post(
+            serving.JOIN, content=b"{}", headers={"Content-Type": "text/plain"}
+        ).status_code
+        == 415
+    )
     policy = server.client.get("/").headers["content-security-policy"]
     assert "default-src 'self'" in policy and policy.endswith("frame-ancestors 'none'")
 
@@ -278,7 +378,9 @@ JSON = b"Content-Type: application/json\r\nContent-Length: 9000"
 POST = b"POST /gradio_api/queue/join HTTP/1.1\r\nHost: 127.0.0.1\r\n" + JSON + b"\r\n\r\n"
 
 
-@pytest.mark.parametrize("begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST])
+@pytest.mark.parametrize(
+    "begun", [slow(b"", id="no head"), slow(b"GET / HTTP/1.1\r\nX: ", id="head"), POST]
+)
 def test_a_byte_now_and_then_does_not_keep_a_place(server, begun):
     with socket.create_connection(("127.0.0.1", server.port)) as sender:
         begin = time.monotonic()
@@ -313,9 +415,15 @@ def test_nobody_waits_for_slow_senders(server, runs):
 @pytest.mark.slow
 def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
     """Of paragraphs of any length, all at once and once more."""
-    texts = [" ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)]
-    asked = [(key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)]
-    wanted = [(server(*one)[0]["nbest"][0]["text"], text) for one, text in zip(asked, texts, strict=True)]
+    texts = [
+        " ".join(e.context for e in questions[i : i + (1, 1, 1, 4, 30)[i % 5]]) for i in range(100)
+    ]
+    asked = [
+        (key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)
+    ]
+    wanted = [
+        (server(*one)[0]["nbest"][0]["text"], text) for one, text in zip(asked, texts, strict=True)
+    ]
     process, sizes = psutil.Process(server.process.pid), []
     with ThreadPoolExecutor(100) as pool:
         for _ in range(2):
@@ -330,7 +438,9 @@ def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
 
 def test_it_opens_on_this_machine_alone(server):
     """And ends at a signal: see the fixture."""
-    listening = [c for c in psutil.Process(server.process.pid).net_connections("tcp") if c.status == "LISTEN"]
+    listening = [
+        c for c in psutil.Process(server.process.pid).net_connections("tcp") if c.status == "LISTEN"
+    ]
     assert {c.laddr.ip for c in listening} == {"127.0.0.1"}
 
 
@@ -341,13 +451,22 @@ def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, typed):
 
 def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeypatch):
     called, connect = [], socket.socket.connect
-    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)  # as in a notebook, where launching does not wait
+    monkeypatch.setattr(
+        "sys.ps1", ">>> ", raising=False
+    )  # as in a notebook, where launching does not wait
     monkeypatch.setenv("GRADIO_SHARE", "True")
-    monkeypatch.setattr(socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to))
-    monkeypatch.setattr("gradio.networking.setup_tunnel", lambda *_, **__: called.append(("a public link",)))
+    monkeypatch.setattr(
+        socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to)
+    )
+    monkeypatch.setattr(
+        "gradio.networking.setup_tunnel", lambda *_, **__: called.append(("a public link",))
+    )
     with closing(app(runs=runs)) as demo:
         assert httpx.get(demo.local_url).status_code == 200 and demo.share_url is None
-        assert httpx.post(f"{demo.local_url}gradio_api/upload", files={"files": b"x"}).status_code == 404
+        assert (
+            httpx.post(f"{demo.local_url}gradio_api/upload", files={"files": b"x"}).status_code
+            == 404
+        )
         assert httpx.get(demo.local_url, headers={"Host": "evil.example"}).status_code == 400
         time.sleep(0.5)  # what would be asked in the background
         assert {to[0] for to in called} <= {"127.0.0.1", "localhost"}
@@ -384,7 +503,9 @@ def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):
         looking = pool.submit(look)
         while not looking.done():
             folder.mkdir(parents=True)
-            (folder / "record.json").write_text(source.read_text().replace('"status": "ok"', '"status": "running"'))
+            (folder / "record.json").write_text(
+                source.read_text().replace('"status": "ok"', '"status": "running"')
+            )
             shutil.rmtree(folder.parent)
     looking.result()
 
@@ -408,9 +529,14 @@ def page(browser, server, request):
     problems = []
     page = browser.new_page(viewport={"width": request.param, "height": 844})
     page.on("pageerror", lambda error: problems.append(str(error)))
-    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    page.on(
+        "console",
+        lambda message: problems.append(message.text) if message.type == "error" else None,
+    )
     page.on("dialog", lambda dialog: problems.append(dialog.message) or dialog.dismiss())
-    page.on("request", lambda request: problems.append(request.url) if foreign(request.url) else None)
+    page.on(
+        "request", lambda request: problems.append(request.url) if foreign(request.url) else None
+    )
     foreign = lambda url: not url.startswith((server.address + "/", "data:", "blob:"))  # noqa: E731
     page.goto(server.address)
     page.locator("#ask").wait_for()
@@ -427,7 +553,10 @@ CUT_OFF = """() => [...document.querySelectorAll('main *')].filter(e => {
 
 
 def fits(page):
-    return page.evaluate("document.scrollingElement.scrollWidth <= innerWidth") and page.evaluate(CUT_OFF) == []
+    return (
+        page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+        and page.evaluate(CUT_OFF) == []
+    )
 
 
 def test_browser_one_click_shows_the_answer_in_the_window(page):
@@ -448,19 +577,29 @@ def test_browser_marks_the_answer_and_the_threshold_decides_again(page, server, 
     page.get_by_label("Paragraph").fill(context)
     page.get_by_label("Question").fill(example.question)
     page.locator("#ask").click()
-    page.wait_for_function("text => document.querySelector('.paragraph .text')?.textContent === text", arg=context)
+    page.wait_for_function(
+        "text => document.querySelector('.paragraph .text')?.textContent === text", arg=context
+    )
     best = page.locator("mark").text_content()
     slider, joined = page.locator("input[type=range]:visible"), []
     assert page.locator("input[type=number]:visible").input_value() == "3.25"
-    page.on("request", lambda request: joined.append(request.post_data_json) if request.method == "POST" else None)
+    page.on(
+        "request",
+        lambda request: joined.append(request.post_data_json) if request.method == "POST" else None,
+    )
     slider.focus()
     page.keyboard.press("Home")  # the lowest threshold: any margin is over it
     page.locator("mark").wait_for(state="detached")
     assert page.locator(".answer textarea").first.input_value() == "No answer"
     page.keyboard.press("End")
     page.locator("mark").wait_for()
-    assert page.locator("mark").text_content() == best and page.locator(".paragraph .text").text_content() == context
-    assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, "the model runs once"
+    assert (
+        page.locator("mark").text_content() == best
+        and page.locator(".paragraph .text").text_content() == context
+    )
+    assert joined and server.ask["id"] not in {body["fn_index"] for body in joined}, (
+        "the model runs once"
+    )
 
 
 @pytest.mark.slow
@@ -468,7 +607,9 @@ def test_browser_dashboard_shows_a_group_and_how_far_runs_are(page, runs):
     page.get_by_role("tab", name="Dashboard").click()
     page.get_by_text("step 7 of ").wait_for()
     page.wait_for_function("document.querySelectorAll('.shown img').length > 0")
-    assert page.evaluate("[...document.querySelectorAll('.shown img')].every(one => one.naturalWidth > 0)")
+    assert page.evaluate(
+        "[...document.querySelectorAll('.shown img')].every(one => one.naturalWidth > 0)"
+    )
     assert page.locator(".shown img[src=x], .shown script").count() == 0
     said = page.locator(".shown").all_text_contents()
     assert any("A3-s0-abcdef" in text and "not readable as JSON" in text for text in said)

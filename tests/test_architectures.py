@@ -22,12 +22,16 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory):
-    return {kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in architectures.ENCODERS}
+    return {
+        kind: checkpoint(kind, tmp_path_factory.mktemp(kind)) for kind in architectures.ENCODERS
+    }
 
 
 def spec_of(variant, folder, **settings):
     """A variant at preset smoke with three steps; without Inductor, which is slow: D1 stands for compiled ones."""
-    spec = planned(variant, sizes={"steps": 3, "measure_from": 1, "checkpoint_every": 0}, model=folder)
+    spec = planned(
+        variant, sizes={"steps": 3, "measure_from": 1, "checkpoint_every": 0}, model=folder
+    )
     assert spec.skip is None
     return resized(spec, {"compile": spec.settings.compile.replace("inductor", "none")} | settings)
 
@@ -65,7 +69,9 @@ def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
     packed = Packed(model, batches.limits)(**batches.collate(indices, torch.device("cpu"))).loss
     # Row by row and without padding, where the model's own softmax is over the question's own tokens.
     rows = [samples.batch([index], int(samples.lengths[index])) for index in indices]
-    padded = [model(**{name: torch.from_numpy(array) for name, array in row.items()}).loss for row in rows]
+    padded = [
+        model(**{name: torch.from_numpy(array) for name, array in row.items()}).loss for row in rows
+    ]
     assert packed.item() == pytest.approx(torch.stack(padded).mean().item(), rel=1e-5)
 
 
@@ -80,10 +86,14 @@ def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(torch.randn_like(parameter), alpha=0.05)
-    batch = {name: torch.from_numpy(array) for name, array in data.samples.batch([0, 1, 2], 96).items()}
+    batch = {
+        name: torch.from_numpy(array) for name, array in data.samples.batch([0, 1, 2], 96).items()
+    }
     expected = model(**batch).start_logits
     save_model(model, data.tokenizer, tmp_path)
-    again, loading = AutoModelForQuestionAnswering.from_pretrained(tmp_path, output_loading_info=True)
+    again, loading = AutoModelForQuestionAnswering.from_pretrained(
+        tmp_path, output_loading_info=True
+    )
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     assert torch.allclose(again.eval()(**batch).start_logits, expected, atol=1e-5)
 
@@ -92,7 +102,9 @@ def test_what_is_saved_is_a_plain_checkpoint(kind, variant, folders, tmp_path):
 def test_the_table_of_parameters_has_every_one_once(kind, folders):
     model = build_model(spec_of("A1", folders[kind]))
     table = trainable_summary(model)
-    assert table.loc["all", "parameters"] == table["parameters"][:-1].sum() == model.num_parameters()
+    assert (
+        table.loc["all", "parameters"] == table["parameters"][:-1].sum() == model.num_parameters()
+    )
 
 
 @pytest.mark.parametrize("kind", having("E-dropout"))
@@ -107,7 +119,9 @@ def test_dropouts_and_products_are_the_tables(kind, folders):
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("recipe", "checkpointing"), [("all", False), ("all", True), ("freeze-bottom-10", False)])
+@pytest.mark.parametrize(
+    ("recipe", "checkpointing"), [("all", False), ("all", True), ("freeze-bottom-10", False)]
+)
 @pytest.mark.parametrize("kind", architectures.ENCODERS)
 def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, folders):
     """Of the layers' products and of attention. The count has no biases and norms, which the usual formula takes for
@@ -115,21 +129,34 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     layer's query, key and value need no gradient by their input."""
     spec = spec_of("A1", folders[kind], activation_checkpointing=checkpointing)
     model = apply_recipe(build_model(spec), RECIPES[recipe]).train()
-    rows, length = 3, 16  # within ModernBERT's window, beyond which all that is masked is computed as well
+    rows, length = (
+        3,
+        16,
+    )  # within ModernBERT's window, beyond which all that is masked is computed as well
     ids = torch.randint(5, 100, (rows, length))
     with FlopCounterMode(display=False) as counter:
-        model(ids, start_positions=ids[:, 0] % length, end_positions=ids[:, 1] % length).loss.backward()
+        model(
+            ids, start_positions=ids[:, 0] % length, end_positions=ids[:, 1] % length
+        ).loss.backward()
     found = counter.get_flop_counts().items()
     layers = re.escape(architectures.encoder_of(model).layers)
-    counted = sum(sum(counts.values()) for name, counts in found if re.search(rf"\.{layers}\.\d+$", name))
+    counted = sum(
+        sum(counts.values()) for name, counts in found if re.search(rf"\.{layers}\.\d+$", name)
+    )
     cost, tokens = StepFlops(model), rows * length
-    vectors = sum(p.numel() for one in architectures.layers_of(model) for p in one.parameters() if p.ndim == 1)
+    vectors = sum(
+        p.numel() for one in architectures.layers_of(model) for p in one.parameters() if p.ndim == 1
+    )
     expected = cost.flops(tokens, rows * length**2, recompute=True)
     expected -= 2 * tokens * vectors * (1 + cost.passed + cost.recomputed)
     if recipe != "all" and kind != "modernbert":  # whose norm below these trains
         expected -= 2 * tokens * 3 * model.config.hidden_size**2
-    if kind == "modernbert" and checkpointing:  # after a layer's last product comes a sum, which needs no input again
-        expected -= 2 * tokens * cost.layers * model.config.intermediate_size * model.config.hidden_size
+    if (
+        kind == "modernbert" and checkpointing
+    ):  # after a layer's last product comes a sum, which needs no input again
+        expected -= (
+            2 * tokens * cost.layers * model.config.intermediate_size * model.config.hidden_size
+        )
     assert counted == expected
 
 

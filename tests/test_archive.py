@@ -15,8 +15,17 @@ from qa_lib.spec import Machine
 from tests.material import leave, refused, write
 
 GROUP = "cpu-smoke"
-LINES = [{"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0}, {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0, "phi": 70.0}]
-QUALITY = {"f1": 81.5, "best_f1": 82.0, "best_f1_threshold": -1.5, "weights_bytes": 9, "latency_ms": 3}
+LINES = [
+    {"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0},
+    {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0, "phi": 70.0},
+]
+QUALITY = {
+    "f1": 81.5,
+    "best_f1": 82.0,
+    "best_f1_threshold": -1.5,
+    "weights_bytes": 9,
+    "latency_ms": 3,
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,11 +39,22 @@ def runs(tmp_path, specs):
     for spec, status in zip(specs, ("ok", "ok", "oom", "running"), strict=True):
         leave(tmp_path, spec, status, quality={"f1": 81.5, "n": 40}, spec={"n_eval": 40})
     folder = tmp_path / specs[0].run_path
-    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo')
+    (folder / "steps.jsonl").write_text(
+        "".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo'
+    )
     write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
     (folder / "model-int8").mkdir()
-    own = {"schema": record.QUANTIZED_SCHEMA, "run_id": folder.name, "group": GROUP, "width": "int8", "before": QUALITY}
-    write(folder / "model-int8" / "quantized.json", own | {"code": {}, "env": {}, "data": {}, "after": QUALITY})
+    own = {
+        "schema": record.QUANTIZED_SCHEMA,
+        "run_id": folder.name,
+        "group": GROUP,
+        "width": "int8",
+        "before": QUALITY,
+    }
+    write(
+        folder / "model-int8" / "quantized.json",
+        own | {"code": {}, "env": {}, "data": {}, "after": QUALITY},
+    )
     return tmp_path
 
 
@@ -52,7 +72,9 @@ def archived(runs, specs):
 def told(runs, **more):
     """The runs that are read, and what is said of those that are not."""
     left_out = []
-    return read_runs(runs, left_out=lambda _, problem: left_out.append(str(problem)), **more), left_out
+    return read_runs(
+        runs, left_out=lambda _, problem: left_out.append(str(problem)), **more
+    ), left_out
 
 
 def test_an_archive_says_what_the_folders_said(runs, specs, capsys):
@@ -65,7 +87,9 @@ def test_an_archive_says_what_the_folders_said(runs, specs, capsys):
         assert run.record == entry | {"profile": profile, "quantized": quantized}
         assert (run.profile(), run.quantized()) == (profile, quantized)
         assert run.steps().equals(steps) and list(steps) == list(STEP_COLUMNS)
-    assert [len(run.steps()) for run in after] == [2, 0, 0] and held[0][2] and held[0][3], "of the first there is all"
+    assert [len(run.steps()) for run in after] == [2, 0, 0] and held[0][2] and held[0][3], (
+        "of the first there is all"
+    )
 
 
 def test_a_folder_wins_over_its_line_and_a_second_archive_keeps_all(runs, specs, capsys):
@@ -74,7 +98,11 @@ def test_a_folder_wins_over_its_line_and_a_second_archive_keeps_all(runs, specs,
     assert [run.folder for run in read_runs(runs, GROUP)] == [None, runs / specs[1].run_path, None]
     found = read_runs(archived(runs, specs))
     assert [run.record["quality"]["f1"] for run in found] == [81.5, 12.5, 81.5]
-    assert [len(run.steps()) for run in found] == [2, 1, 0] and found[0].profile() and found[0].quantized()
+    assert (
+        [len(run.steps()) for run in found] == [2, 1, 0]
+        and found[0].profile()
+        and found[0].quantized()
+    )
 
 
 def test_an_archived_run_is_evidence_and_nobodys_own(runs, specs):
@@ -97,9 +125,13 @@ def test_a_broken_line_costs_itself_and_is_named(runs, specs, old, new, said):
     spoilt = "\n".join([first, re.sub(old, new, second, count=1), third])
     path.write_text(spoilt)
     found, (problem,) = told(runs)
-    assert [run.record["spec"]["variant"] for run in found] == ["A1", "A3"] and len(found[0].steps()) == 2
+    assert [run.record["spec"]["variant"] for run in found] == ["A1", "A3"] and len(
+        found[0].steps()
+    ) == 2
     assert problem.startswith(f"{path}:2: {said}"), problem
-    assert archive(runs, GROUP) == 2 and path.read_text() == spoilt, "a newer version may read what this one cannot"
+    assert archive(runs, GROUP) == 2 and path.read_text() == spoilt, (
+        "a newer version may read what this one cannot"
+    )
 
 
 def test_steps_that_are_no_parquet_are_named(runs, specs):

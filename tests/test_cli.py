@@ -29,7 +29,9 @@ from tests.material import ROOT, python, refused, table
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_every_verb_and_option_explains_itself_with_an_example_and_is_what_its_module_reads(verb, capsys):
+def test_every_verb_and_option_explains_itself_with_an_example_and_is_what_its_module_reads(
+    verb, capsys
+):
     with pytest.raises(SystemExit, match="0"):
         cli.main([verb, "--help"])
     out = capsys.readouterr().out
@@ -50,11 +52,14 @@ def test_help_lists_the_verbs_quickly():
 
 def test_a_python_without_the_requirements_says_what_to_type():
     said = python("-S", "-m", "qa_lib", "run", "A1", "--preset", "smoke", code=2).stderr
-    assert re.fullmatch(r"error: No module named '\w+': type \. \.venv/bin/activate, or pip install .*\n", said)
+    assert re.fullmatch(
+        r"error: No module named '\w+': type \. \.venv/bin/activate, or pip install .*\n", said
+    )
 
 
 MISTAKES = table("mistakes") + [
-    (f"{words} a\udcff", "'a\\udcff' is not UTF-8") for words in ("run A1 --preset smoke --runs", "report --group")
+    (f"{words} a\udcff", "'a\\udcff' is not UTF-8")
+    for words in ("run A1 --preset smoke --runs", "report --group")
 ]
 
 
@@ -65,7 +70,9 @@ def test_a_mistake_is_one_line(words, message, capsys):
     assert (out, err.count("\n")) == ("", 1) and err.startswith(f"error: {message}")
 
 
-def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(tmp_path, monkeypatch, typed):
+def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(
+    tmp_path, monkeypatch, typed
+):
     (tmp_path / "runs").write_text("a file")
     monkeypatch.chdir(tmp_path)
     assert "is no folder that can be written to" in typed("run A1 --preset smoke", code=2)
@@ -74,17 +81,34 @@ def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(t
 @pytest.mark.parametrize("words", [["A1,A4", "0,1"], ["A1 A4", "0 1"], ["A1, A4", "0 ,1"]])
 def test_a_list_takes_commas_and_spaces(words):
     variants, seeds = (text.split(" ") for text in words)
-    words = ["--preset", "smoke", "--variants", *variants, "--seeds", *seeds, "--micro-batch", "1,8"]
+    words = [
+        "--preset",
+        "smoke",
+        "--variants",
+        *variants,
+        "--seeds",
+        *seeds,
+        "--micro-batch",
+        "1,8",
+    ]
     args = parser_of("sweep").parse_args(words)
     assert (args.variants, args.seeds, args.micro_batch) == (["A1", "A4"], [0, 1], [1, 8])
 
 
 @pytest.mark.parametrize("verb", ["memory", "max-batch", "tune", "sweep"])
-@pytest.mark.parametrize("words", [["A1,C1", "--family", "C"], ["A1", "C1", "--family", "C"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "words", [["A1,C1", "--family", "C"], ["A1", "C1", "--family", "C"]], ids=" ".join
+)
 def test_every_verb_of_several_variants_takes_them_in_the_same_ways(verb, words):
     first = ["--variants"] if verb == "sweep" else []
     more = ["--limit-gib", "9"] if verb == "max-batch" else ["--preset", "smoke"]
-    assert variants_of(parser_of(verb).parse_args([*first, *words, *more])) == ["A1", "C1", "C1", "C2-8", "C2"]
+    assert variants_of(parser_of(verb).parse_args([*first, *words, *more])) == [
+        "A1",
+        "C1",
+        "C1",
+        "C2-8",
+        "C2",
+    ]
 
 
 @pytest.fixture
@@ -99,7 +123,10 @@ def no_hub(monkeypatch):
 
 def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, typed):
     err = typed("run A1 --preset bench", code=2)
-    assert err.count("\n") == 1 and "'squad_v2': no such file or folder, nor to be had from the hub" in err
+    assert (
+        err.count("\n") == 1
+        and "'squad_v2': no such file or folder, nor to be had from the hub" in err
+    )
     assert len(no_hub) == 1 and hub.constants.HF_HUB_OFFLINE
 
 
@@ -111,7 +138,9 @@ def test_the_hub_is_not_asked_for_what_is_here_nor_before_the_arithmetic(no_hub,
 
 @pytest.mark.slow
 # By what is installed: looking for the module pip lets setuptools change this process's distutils.
-@pytest.mark.skipif(not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="cannot build")
+@pytest.mark.skipif(
+    not all(any(distributions(name=name)) for name in ("pip", "setuptools")), reason="cannot build"
+)
 def test_an_installed_checkout_works_from_any_folder(tmp_path):
     """Without network: in an environment of its own, with the setuptools that is here."""
     venv.create(tmp_path / "venv", system_site_packages=True)
@@ -125,7 +154,10 @@ def test_an_installed_checkout_works_from_any_folder(tmp_path):
 
 @pytest.mark.parametrize("words", [slow(""), slow("--help"), slow("sweep --help"), "variants"])
 def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
-    for end, code, said in (("| true", 0, ""), ("> /dev/full", 2, "error: No space left on device\n")):
+    for end, code, said in (
+        ("| true", 0, ""),
+        ("> /dev/full", 2, "error: No space left on device\n"),
+    ):
         command = f"{sys.executable} -m qa_lib {words} {end}"
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (code, said)
@@ -133,7 +165,9 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
 
 def test_how_a_verb_may_end(monkeypatch, typed):
     denied = PermissionError(13, "Permission denied", "runs/x")
-    monkeypatch.setattr(variants, "main", Mock(side_effect=[UserError("no such thing"), denied, KeyboardInterrupt]))
+    monkeypatch.setattr(
+        variants, "main", Mock(side_effect=[UserError("no such thing"), denied, KeyboardInterrupt])
+    )
     assert typed("variants", code=2) == "error: no such thing\n"
     assert typed("variants", code=2) == "error: runs/x: Permission denied\n"
     assert typed("variants", code=130) == "stopped by SIGINT (Ctrl-C); finished runs are kept\n"
@@ -159,7 +193,10 @@ def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, 
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
     own = tmp_path / "a" / "b"
     use_compile_cache(own)
-    for name, folder in (("TORCHINDUCTOR_CACHE_DIR", own / "inductor"), ("TRITON_CACHE_DIR", own / "triton")):
+    for name, folder in (
+        ("TORCHINDUCTOR_CACHE_DIR", own / "inductor"),
+        ("TRITON_CACHE_DIR", own / "triton"),
+    ):
         assert os.environ[name] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
     (own / "triton").chmod(0o770)
     refused("triton is not yours alone to write to: chmod 700", use_compile_cache, own)

@@ -13,17 +13,28 @@ CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the 
 GOLD = ("north", CONTEXT.index("north"))
 OTHER, GOLDS = "🙂 “sea” 1,000 the Rhône sea", (("“sea”", 2), ("🙂", 0), ("sea", 24))
 SECOND = (OTHER, [question("q3", "What?", *GOLDS)])
-GOOD = document((CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]), SECOND)
+GOOD = document(
+    (CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]), SECOND
+)
 FIRST = Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,))
-EXPECTED = [FIRST, Example("q2", "Rivers", "Why?", CONTEXT), Example("q3", "Rivers", "What?", OTHER, GOLDS)]
+EXPECTED = [
+    FIRST,
+    Example("q2", "Rivers", "Why?", CONTEXT),
+    Example("q3", "Rivers", "What?", OTHER, GOLDS),
+]
 
 
 def flat(splits=("train", "validation")):
     """The hub's layout of EXPECTED."""
     rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXPECTED]
-    answers = {"text": datasets.List(datasets.Value("string")), "answer_start": datasets.List(datasets.Value("int32"))}
+    answers = {
+        "text": datasets.List(datasets.Value("string")),
+        "answer_start": datasets.List(datasets.Value("int32")),
+    }
     columns = {name: datasets.Value("string") for name in ("id", "title", "context", "question")}
-    table = datasets.Dataset.from_list(rows, features=datasets.Features({**columns, "answers": answers}))
+    table = datasets.Dataset.from_list(
+        rows, features=datasets.Features({**columns, "answers": answers})
+    )
     return datasets.DatasetDict(dict.fromkeys(splits, table))
 
 
@@ -40,10 +51,23 @@ def test_files_and_folders_in_the_nested_layout(tmp_path, name):
 
 
 def test_saved_datasets(tmp_path):
-    for name, data in (("both", flat()), ("one", flat()["train"]), ("train-only", flat(("train",)))):
+    for name, data in (
+        ("both", flat()),
+        ("one", flat()["train"]),
+        ("train-only", flat(("train",))),
+    ):
         data.save_to_disk(tmp_path / name)
-    assert examples_of(tmp_path / "both", "validation") == examples_of(tmp_path / "one", "validation") == EXPECTED
-    refused("no data set of save_to_disk with a split 'validation'", open_source, tmp_path / "train-only", "validation")
+    assert (
+        examples_of(tmp_path / "both", "validation")
+        == examples_of(tmp_path / "one", "validation")
+        == EXPECTED
+    )
+    refused(
+        "no data set of save_to_disk with a split 'validation'",
+        open_source,
+        tmp_path / "train-only",
+        "validation",
+    )
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert open_source(tmp_path / "one", "train").sha256 == open_source(copy, "train").sha256
     next(copy.glob("*.arrow")).write_bytes(b"junk")
@@ -59,26 +83,43 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
     load.assert_called_once_with("squad_v2", split="validation")
     assert examples_of("someone/squad") == EXPECTED
     load.side_effect = ConnectionError("no network\nat all")
-    refused(r"^'squad_v2': no such file .*no network\): give --data FOLDER, a folder", examples_of, "squad_v2")
+    refused(
+        r"^'squad_v2': no such file .*no network\): give --data FOLDER, a folder",
+        examples_of,
+        "squad_v2",
+    )
 
 
 def test_flat_data_of_another_kind_is_refused(tmp_path):
     row = {"id": "a", "question": "b", "context": "c"}
     for name, odd in (("poor", row), ("odd", row | {"answers": "d"})):
         datasets.Dataset.from_list([odd]).save_to_disk(tmp_path / name)
-        refused(rf"{name}: article .*not the SQuAD layout, no object under .answers", examples_of, tmp_path / name)
+        refused(
+            rf"{name}: article .*not the SQuAD layout, no object under .answers",
+            examples_of,
+            tmp_path / name,
+        )
 
 
 def test_synthetic_source():
-    train, validation = open_source("synthetic:50", "train"), open_source("synthetic:50", "validation")
+    train, validation = (
+        open_source("synthetic:50", "train"),
+        open_source("synthetic:50", "validation"),
+    )
     assert len(train.examples) == len(validation.examples) == 50
     assert train.examples != validation.examples and train.sha256 != validation.sha256
-    assert train.sha256 == open_source("synthetic:50", "train").sha256 != open_source("synthetic:51", "train").sha256
+    assert (
+        train.sha256
+        == open_source("synthetic:50", "train").sha256
+        != open_source("synthetic:51", "train").sha256
+    )
     for wrong in ("", "0", "-1", "x", "9" * 5000):
         refused("synthetic:2000", open_source, f"synthetic:{wrong}", "train")
 
 
-@pytest.mark.parametrize("name", ["missing.json", "a/b/c", "/no/such/folder", "tests/mistyped", "", "\0", "x" * 5000])
+@pytest.mark.parametrize(
+    "name", ["missing.json", "a/b/c", "/no/such/folder", "tests/mistyped", "", "\0", "x" * 5000]
+)
 def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "tests").mkdir()
@@ -96,16 +137,27 @@ def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
 def test_what_is_odd_but_fine(tmp_path):
     """Of version 1, for one, which has no is_impossible."""
     old = {"id": "c", "question": "old", "answers": [{"text": GOLD[0], "answer_start": GOLD[1]}]}
-    odd = document(("", [question("a", "")]), (CONTEXT, [old]), ("x", []), ("  ", [question("b", "  x", id="b")]))
+    odd = document(
+        ("", [question("a", "")]),
+        (CONTEXT, [old]),
+        ("x", []),
+        ("  ", [question("b", "  x", id="b")]),
+    )
     file = write(tmp_path / "bom.json", odd)
     file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes())
     assert {e.question: e.answers for e in examples_of(file)} == {"": (), "old": (GOLD,), "  x": ()}
 
 
 # The one entry of a paragraph, and what is said of it; and a whole file.
-BAD = {name: (document((CONTEXT, [entry])), said) for name, (entry, said) in cases("bad entries").items()}
+BAD = {
+    name: (document((CONTEXT, [entry])), said)
+    for name, (entry, said) in cases("bad entries").items()
+}
 BAD |= cases("bad files")
-BAD["1 MB paragraph"] = (document(("word " * 200_000, [question("q1", "x")])), "a paragraph of 1,000,000 characters")
+BAD["1 MB paragraph"] = (
+    document(("word " * 200_000, [question("q1", "x")])),
+    "a paragraph of 1,000,000 characters",
+)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -117,7 +169,16 @@ def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
 
 def test_broken_json(tmp_path):
     file = tmp_path / "data.json"
-    for content in (b"", b"{", b'{"data": [}', b"[" * 200_000, b"1" * 5000, b"\xff\xfe\xfa", b"\x80", b'"\xc3("'):
+    for content in (
+        b"",
+        b"{",
+        b'{"data": [}',
+        b"[" * 200_000,
+        b"1" * 5000,
+        b"\xff\xfe\xfa",
+        b"\x80",
+        b'"\xc3("',
+    ):
         file.write_bytes(content)
         refused(r"data\.json: not JSON", examples_of, file)
 

@@ -46,10 +46,19 @@ def in_order(samples, start_and_end):
 
 def assert_same_as_the_loop(samples, examples, start, end, **options):
     found = decode(samples, examples, *in_order(samples, (start, end)), **options)
-    predictions, odds, nbest = plain_answers(samples, examples, start.float().numpy(), end.float().numpy(), **options)
-    assert (found.predictions, found.null_odds, list(found.nbest)) == (predictions, odds, list(nbest))
+    predictions, odds, nbest = plain_answers(
+        samples, examples, start.float().numpy(), end.float().numpy(), **options
+    )
+    assert (found.predictions, found.null_odds, list(found.nbest)) == (
+        predictions,
+        odds,
+        list(nbest),
+    )
     for key, wanted in nbest.items():
-        got = [entry | {"probability": pytest.approx(entry["probability"], abs=1e-6)} for entry in found.nbest[key]]
+        got = [
+            entry | {"probability": pytest.approx(entry["probability"], abs=1e-6)}
+            for entry in found.nbest[key]
+        ]
         assert wanted == got, key
     return found
 
@@ -64,7 +73,13 @@ KINDS = [torch.float32, torch.bfloat16, torch.float16, torch.int8, "zeros"]
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.integers(0, 10**6), st.sampled_from(KINDS), st.integers(1, 50), st.integers(1, 50), st.floats(-4, 4))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from(KINDS),
+    st.integers(1, 50),
+    st.integers(1, 50),
+    st.floats(-4, 4),
+)
 @example(0, torch.float32, 20, 30, 0.0)
 @example(1, "zeros", 4, 30, 0.0)
 def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold):
@@ -72,7 +87,9 @@ def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold
         start = end = torch.zeros_like(logits(samples)[0])
         start[::2] = -0.0
     else:
-        start, end = logits(samples, seed, kind=kind, scale=2.0).to(torch.float32 if kind == torch.int8 else kind)
+        start, end = logits(samples, seed, kind=kind, scale=2.0).to(
+            torch.float32 if kind == torch.int8 else kind
+        )
     options = {"n_best": n_best, "max_answer_length": longest, "null_threshold": threshold}
     found = assert_same_as_the_loop(samples, EXAMPLES, start, end, **options)
     if (seed, kind, n_best, longest, threshold) == (0, torch.float32, 20, 30, 0.0):
@@ -81,7 +98,9 @@ def test_same_as_the_double_loop(samples, seed, kind, n_best, longest, threshold
 
 def test_same_as_the_double_loop_on_real_paragraphs():
     examples = real_squad("validation")[:1500]
-    samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000), 200, 64)
+    samples = built(
+        examples, trained_tokenizer({example.context for example in examples}, 3000), 200, 64
+    )
     assert_same_as_the_loop(samples, examples, *logits(samples))
 
 
@@ -94,12 +113,18 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     start[rows, places[:, 0]] += 10  # at the first gold answer, or at [CLS]
     end[rows, places[:, 1]] += 10
     start[:, 0] += 30
-    monkeypatch.setattr("qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end)))
+    monkeypatch.setattr(
+        "qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end))
+    )
     found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
-    assert found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
+    assert (
+        found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
+    )
 
 
-def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits_left_alone(samples):
+def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits_left_alone(
+    samples,
+):
     both, threads = logits(samples), torch.get_num_threads()
     before = both.clone()
     wanted = everything(decode(samples, EXAMPLES, *in_order(samples, both)))
@@ -114,7 +139,12 @@ def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits
 
 def test_ids_that_are_not_each_window_once_are_refused(samples):
     ids, start, end = in_order(samples, logits(samples))
-    for wrong in (ids.where(ids != 3, 4), ids.where(ids != 3, len(ids)), ids.where(ids != 3, -1), ids[:, None]):
+    for wrong in (
+        ids.where(ids != 3, 4),
+        ids.where(ids != 3, len(ids)),
+        ids.where(ids != 3, -1),
+        ids[:, None],
+    ):
         with pytest.raises(ValueError, match="sample ids must be the numbers"):
             decode(samples, EXAMPLES, wrong, start, end)
     for rows in ((ids[1:], start[1:], end[1:]), (ids, start[:, :-1], end[:, :-1])):
@@ -123,7 +153,11 @@ def test_ids_that_are_not_each_window_once_are_refused(samples):
 
 
 def test_other_examples_than_the_features_are_refused(samples):
-    for wrong in (EXAMPLES[::-1], EXAMPLES[1:], [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])]):
+    for wrong in (
+        EXAMPLES[::-1],
+        EXAMPLES[1:],
+        [*EXAMPLES[:-1], Example("other", "", "x", EDGES[-1])],
+    ):
         with pytest.raises(ValueError, match="these examples are not the ones"):
             decode(samples, wrong, *in_order(samples, logits(samples)))
 
@@ -146,13 +180,21 @@ def test_minus_infinity_is_a_logit_like_any_other(samples):
 
 
 def test_files(samples, tmp_path):
-    found, folder = decode(samples, EXAMPLES, *in_order(samples, logits(samples))), tmp_path / "new" / "out"
+    found, folder = (
+        decode(samples, EXAMPLES, *in_order(samples, logits(samples))),
+        tmp_path / "new" / "out",
+    )
     paths = found.write(folder)
     read = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
     names = "nbest_predictions predictions texts null_odds".split()
-    assert read == dict(zip(names, (found.nbest, found.predictions, found.texts, found.null_odds), strict=True))
+    assert read == dict(
+        zip(names, (found.nbest, found.predictions, found.texts, found.null_odds), strict=True)
+    )
     assert list(read[names[0]]["q9"][0]) == ["text", "probability", "start_logit", "end_logit"]
-    assert all(sum(entry["probability"] for entry in one) == pytest.approx(1) for one in read[names[0]].values())
+    assert all(
+        sum(entry["probability"] for entry in one) == pytest.approx(1)
+        for one in read[names[0]].values()
+    )
     before = [path.read_bytes() for path in paths]
     assert found.write(folder) == paths == [folder / f"{name}.json" for name in names]
     assert [path.read_bytes() for path in paths] == before
@@ -163,12 +205,18 @@ def test_files(samples, tmp_path):
 @pytest.mark.slow
 def test_as_many_windows_as_squads_validation_set_has_take_seconds():
     words = TEXT.split()
-    contexts = [" ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))]
-    examples = [Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)]
+    contexts = [
+        " ".join(words[(i + k) % len(words)] for k in range(100)) for i in range(len(words))
+    ]
+    examples = [
+        Example(str(i), "", "where is it", contexts[i % len(contexts)]) for i in range(3000)
+    ]
     samples = built(examples, trained_tokenizer([TEXT] * 3, 300))
     rows = in_order(samples, logits(samples))
     ours, _ = best_of(7, lambda: decode(samples, examples, *rows))
-    assert ours * 12_000 / len(samples) < 3  # 1.7 on a slow and busy machine, where the double loop takes 7
+    assert (
+        ours * 12_000 / len(samples) < 3
+    )  # 1.7 on a slow and busy machine, where the double loop takes 7
 
 
 # The failed ablation A4-b: which fault the reference project's numbers point to, and that it cannot happen by accident.
@@ -193,7 +241,9 @@ def test_as_many_windows_as_squads_validation_set_has_take_seconds():
 def lab(request):
     """Examples, samples, and a model that knows nearly all answers: it looks them up by the tokens it is shown."""
     real = request.param == "real"
-    examples = real_squad("validation") if real else open_source("synthetic:2000", "validation").examples
+    examples = (
+        real_squad("validation") if real else open_source("synthetic:2000", "validation").examples
+    )
     samples = built(examples, trained_tokenizer({example.context for example in examples}, 3000))
     windows = np.split(samples.tokens, samples.starts[1:-1])
     labels = dict(zip(map(bytes, windows), labels_of(samples), strict=True))
@@ -201,9 +251,13 @@ def lab(request):
 
     def model(input_ids, attention_mask, token_type_ids):
         logits = torch.randn((2, *input_ids.shape), generator=draw) * 0.5 - 5
-        for row, (ids, length) in enumerate(zip(input_ids.numpy(), attention_mask.sum(1).tolist(), strict=True)):
+        for row, (ids, length) in enumerate(
+            zip(input_ids.numpy(), attention_mask.sum(1).tolist(), strict=True)
+        ):
             known = torch.rand((), generator=draw) > 0.05
-            for side, position in enumerate(labels[ids[:length].astype(np.int32).tobytes()] if known else (0, 0)):
+            for side, position in enumerate(
+                labels[ids[:length].astype(np.int32).tobytes()] if known else (0, 0)
+            ):
                 logits[side, row, position] += 10
         return SimpleNamespace(start_logits=logits[0], end_logits=logits[1])
 
@@ -235,9 +289,15 @@ def test_rightly_joined_the_model_is_healthy_and_wrongly_it_scores_what_independ
 def test_wrong_labels_give_another_signature(lab):
     """The best model of labels that have nothing to do with the input: their distribution, for every input alike."""
     width = int(lab.samples.lengths.max())
-    shares = [np.bincount(column, minlength=width) / len(lab.samples) for column in zip(*labels_of(lab.samples))]  # noqa: B905
+    shares = [
+        np.bincount(column, minlength=width) / len(lab.samples)
+        for column in zip(*labels_of(lab.samples), strict=True)
+    ]
     with np.errstate(divide="ignore"):
-        logits = [torch.from_numpy(np.log(share)).float().expand(len(lab.samples), width) for share in shares]
+        logits = [
+            torch.from_numpy(np.log(share)).float().expand(len(lab.samples), width)
+            for share in shares
+        ]
     loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
     found, nulls = evaluated(lab, in_order(lab.samples, logits))
     assert nulls == 1 and found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)

@@ -33,7 +33,9 @@ def runs(tmp_path):
 def lab(monkeypatch):
     """Takes the place of a module; its runs and writers are itself."""
     noted = MagicMock()
-    noted.init.return_value = noted.SummaryWriter.return_value = noted.__enter__.return_value = noted.summary = noted
+    noted.init.return_value = noted.SummaryWriter.return_value = noted.__enter__.return_value = (
+        noted.summary
+    ) = noted
     for name in ("torch.utils.tensorboard", "wandb", "trackio"):
         monkeypatch.setitem(sys.modules, name, noted)
     return noted
@@ -42,7 +44,10 @@ def lab(monkeypatch):
 def test_a_table_has_a_line_a_run(runs, tmp_path, typed):
     said = typed("export --runs", runs, "--csv", tmp_path / "out.csv")
     table = pd.read_csv(tmp_path / "out.csv")
-    assert list(table["spec.variant"]) == ["A1", "D1-nvfuser"] and table["quality.f1"].tolist()[0] == 81.5
+    assert (
+        list(table["spec.variant"]) == ["A1", "D1-nvfuser"]
+        and table["quality.f1"].tolist()[0] == 81.5
+    )
     assert said.endswith("out.csv: 2 runs\n")
 
 
@@ -60,13 +65,18 @@ def test_weights_and_biases_and_trackio_get_runs(name, runs, tmp_path, lab, type
     monkeypatch.setenv("TRACKIO_DIR", "")
     typed("export --group cpu-smoke --runs", runs, f"--{name}", tmp_path / "logs")
     begun = [each.kwargs for each in lab.init.call_args_list]
-    assert [named["project"] for named in begun] == ["cpu-smoke"] * 2 and begun[0]["config"]["variant"] == "A1"
+    assert [named["project"] for named in begun] == ["cpu-smoke"] * 2 and begun[0]["config"][
+        "variant"
+    ] == "A1"
     lab.log.assert_any_call({"loss": 0.5, "lr": 1e-3, "ms": 4.0}, step=2)
     assert lab.finish.call_count == 2
     if name == "wandb":
         assert begun[0]["mode"] == "offline"
     else:
-        assert os.environ["TRACKIO_DIR"] == str(tmp_path / "logs") and begun[0]["auto_log_gpu"] is False
+        assert (
+            os.environ["TRACKIO_DIR"] == str(tmp_path / "logs")
+            and begun[0]["auto_log_gpu"] is False
+        )
     assert any(each.args[0].get("quality/f1") == 81.5 for each in lab.log.call_args_list)
 
 
@@ -78,7 +88,9 @@ def test_a_run_is_followed_while_it_trains(runs, tmp_path, lab, typed, monkeypat
 
     def steps(*numbers):
         with log.open("a") as stream:
-            stream.writelines(f'{{"step": {number}, "loss": 1.0, "lr": 0.1, "ms": 2.0}}\n' for number in numbers)
+            stream.writelines(
+                f'{{"step": {number}, "loss": 1.0, "lr": 0.1, "ms": 2.0}}\n' for number in numbers
+            )
 
     def begin(at, status):
         entry["time"]["started"] = at

@@ -23,10 +23,22 @@ def short(variant="A1", settings=None, micro_batch=None, **sizes):
 
 def scored(monkeypatch, quality):
     """A spec with a task of another metric, whose evaluation gives these scores."""
-    task = {"name": "toy", "metric": "nats", "label": "nats a token", "higher_is_better": False, "scores": [*quality]}
+    task = {
+        "name": "toy",
+        "metric": "nats",
+        "label": "nats a token",
+        "higher_is_better": False,
+        "scores": [*quality],
+    }
     monkeypatch.setitem(record.SCORING, "toy", task)
-    monkeypatch.setitem(variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}})
-    for table, own in ((HEADS, HEADS["qa"]), (LOADERS, LOADERS["qa"]), (EVALUATIONS, lambda *_: quality)):
+    monkeypatch.setitem(
+        variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}}
+    )
+    for table, own in (
+        (HEADS, HEADS["qa"]),
+        (LOADERS, LOADERS["qa"]),
+        (EVALUATIONS, lambda *_: quality),
+    ):
         monkeypatch.setitem(table, "toy", own)
     return short(task="toy", quality=True)
 
@@ -48,7 +60,9 @@ def test_a_run_without_a_compiler_does_not_import_inductor():
     """Which takes seconds. Where there is a GPU, Dynamo's reset would, and its list of backends everywhere."""
     code = "import sys; from qa_lib.run.fit import forget_compiled, hardware, torch; hardware.this_machine();"
     code += "torch.cuda.is_available = lambda: True; forget_compiled(); print(*sys.modules)"
-    assert not {"torch._inductor.compile_fx", "torch._dynamo.backends.common"} & {*python("-c", code).stdout.split()}
+    assert not {"torch._inductor.compile_fx", "torch._dynamo.backends.common"} & {
+        *python("-c", code).stdout.split()
+    }
 
 
 @pytest.mark.slow
@@ -66,7 +80,12 @@ DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes"""
 
 def test_memory_runs_out_in_many_words():
     assert all(out_of_memory(RuntimeError(words)) for words in WORDS.splitlines())
-    assert not any(map(out_of_memory, (RuntimeError("out of resource: shared memory"), ValueError("out of memory"))))
+    assert not any(
+        map(
+            out_of_memory,
+            (RuntimeError("out of resource: shared memory"), ValueError("out of memory")),
+        )
+    )
 
 
 def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch):
@@ -81,7 +100,9 @@ def test_a_score_that_json_has_not_makes_the_run_an_error(tmp_path, monkeypatch)
 def test_a_disk_that_fills_while_the_model_is_saved_is_one_line(tmp_path, monkeypatch):
     """A record on a full disk is in test_record, a checkpoint in test_train."""
     spec = scored(monkeypatch, {"nats": 1.0, "n": 20})
-    monkeypatch.setattr("qa_lib.run.fit.save_model", Mock(side_effect=OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "qa_lib.run.fit.save_model", Mock(side_effect=OSError(28, "No space left on device"))
+    )
     refused(r"^cannot write .*/model: .*No space left on device$", fit, spec, tmp_path, say=quiet)
     assert end_of(tmp_path / spec.run_path)[0] == "error"
 
@@ -114,7 +135,9 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
 
     monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", busy)
     entry = fit(spec, tmp_path, say=quiet)
-    assert entry["status"] == "ok" and entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
+    assert entry["status"] == "ok" and entry["time"]["wall_s"] < 0, (
+        "what was waited is no time of the run"
+    )
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
@@ -122,11 +145,16 @@ def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
     entry = fit(short(), tmp_path, say=quiet)
     assert set(entry["speed"].values()) == set(entry["energy"].values()) == {None}
     known = {name for name, value in entry["time"].items() if value is not None} - {"step_ms"}
-    assert known == {"started", "ended", "steps"} and set(entry["time"]["step_ms"].values()) == {None}
+    assert known == {"started", "ended", "steps"} and set(entry["time"]["step_ms"].values()) == {
+        None
+    }
     assert "others shared the GPU" in entry["spec"]["adjusted"][-1]
 
 
-FAULTS = (torch.OutOfMemoryError("CUDA out of memory"), "oom"), (ValueError("a fault\nin two lines"), "error")
+FAULTS = (
+    (torch.OutOfMemoryError("CUDA out of memory"), "oom"),
+    (ValueError("a fault\nin two lines"), "error"),
+)
 
 
 @pytest.mark.parametrize(("problem", "status"), FAULTS)

@@ -89,25 +89,36 @@ def test_a_feed_forward_block_hands_on_what_it_has_in_8_bits(drawn, backend):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(kept.append, id):
         second(block(x))
-    assert [one.shape for one in kept if one.dtype == torch.bfloat16 and 128 in one.shape] == [(64, 128), (128,)]
+    assert [one.shape for one in kept if one.dtype == torch.bfloat16 and 128 in one.shape] == [
+        (64, 128),
+        (128,),
+    ]
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize(("most", "dtype"), [(fp8.E4M3_MAX, torch.float8_e4m3fn), (fp8.E5M2_MAX, torch.float8_e5m2)])
+@pytest.mark.parametrize(
+    ("most", "dtype"), [(fp8.E4M3_MAX, torch.float8_e4m3fn), (fp8.E5M2_MAX, torch.float8_e5m2)]
+)
 def test_one_kernel_converts_to_8_bits(most, dtype):
     x = torch.randn(3, 700, device=DEVICE).bfloat16() * 100
-    found, wanted = (convert(x, 2.0**10, most, dtype).float() for convert in (fp8._cast, fp8._in_8_bits))
+    found, wanted = (
+        convert(x, 2.0**10, most, dtype).float() for convert in (fp8._cast, fp8._in_8_bits)
+    )
     if x.is_cuda:
         wanted = fp8._in_8_bits(x.cpu(), 2.0**10, most, dtype).float().cuda()
     # Triton's interpreter rounds some numbers to another neighbour.
-    assert found.abs().max() == most and (found == wanted).float().mean() >= (1 if x.is_cuda else 0.9)
+    assert found.abs().max() == most and (found == wanted).float().mean() >= (
+        1 if x.is_cuda else 0.9
+    )
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("shape", [(64, 64), (70, 3), (1, 200)], ids=str)
 def test_one_kernel_makes_both_copies_of_a_weight(shape):
     weight = torch.randn(shape, device=DEVICE).bfloat16() * 5  # of which some saturate
-    if DEVICE.type == "cpu":  # the interpreter rounds to 8 bits wrongly; what has 8 bits already stays as it is
+    if (
+        DEVICE.type == "cpu"
+    ):  # the interpreter rounds to 8 bits wrongly; what has 8 bits already stays as it is
         weight = fp8.in_e4m3(weight, fp8.WEIGHT).bfloat16() / fp8.WEIGHT
         weight[:, ::2] *= 64
     else:
@@ -123,5 +134,8 @@ def test_one_kernel_makes_both_copies_of_a_weight(shape):
 def test_a_weight_that_is_transposed_in_memory_gives_the_same_product(drawn):
     x, grad, native, _ = drawn
     weights = native.weight, native.weight.t().contiguous().t()
-    found = [with_gradients(lambda *a: fp8.fp8_linear(*a, native.bias), [x, weight], grad) for weight in weights]
+    found = [
+        with_gradients(lambda *a: fp8.fp8_linear(*a, native.bias), [x, weight], grad)
+        for weight in weights
+    ]
     assert all(map(torch.equal, *found))

@@ -48,9 +48,19 @@ def test_the_table_of_memory_fits_the_terminal(typed):
 def test_a_run_is_forked_and_leaves_nothing(swept):
     """In a process of its own that knows that it is warm; nothing of it is there afterwards."""
     entry = read_record(swept.folder_of("A1"))
-    assert entry["status"] == "ok" and entry["time"]["first_step_s"] is None and entry["time"]["notebook_s"]
+    assert (
+        entry["status"] == "ok"
+        and entry["time"]["first_step_s"] is None
+        and entry["time"]["notebook_s"]
+    )
     # The server ends once its driver has. What a process was started with, what it forks has, too.
-    wait_for(lambda: not any("SWEPT" in (each.info["environ"] or {}) for each in psutil.process_iter(["environ"])))
+    wait_for(
+        lambda: (
+            not any(
+                "SWEPT" in (each.info["environ"] or {}) for each in psutil.process_iter(["environ"])
+            )
+        )
+    )
 
 
 def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):
@@ -64,7 +74,15 @@ _become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], 
 
 @pytest.mark.slow
 def test_the_quickstart_fits_one_screen_and_runs_nothing_twice(tmp_path):
-    words = ["-m", "qa_lib", "quickstart", "--runs", tmp_path / "runs", "--figures", tmp_path / "figures"]
+    words = [
+        "-m",
+        "qa_lib",
+        "quickstart",
+        "--runs",
+        tmp_path / "runs",
+        "--figures",
+        tmp_path / "figures",
+    ]
     first = run(*words)
     lines = first.splitlines()
     assert len(lines) <= 80 and max(map(len, lines)) <= 100 + len(str(tmp_path))

@@ -22,9 +22,15 @@ def drawn(rows, width, dtype=torch.float32, others=None):
     """Product, bias, residual, gamma and beta, of a type and `others` of theirs; the output's gradient; and a seed."""
     torch.manual_seed(0)
     others = others or dtype
-    product, residual, grad = (torch.randn(rows, width, device=DEVICE).to(kind) for kind in (dtype, others, others))
+    product, residual, grad = (
+        torch.randn(rows, width, device=DEVICE).to(kind) for kind in (dtype, others, others)
+    )
     bias, gamma, beta = (torch.randn(width, device=DEVICE).to(others) for _ in range(3))
-    return (product, bias, residual + 3, gamma, beta), grad, torch.tensor(-1234567, dtype=torch.int32, device=DEVICE)
+    return (
+        (product, bias, residual + 3, gamma, beta),
+        grad,
+        torch.tensor(-1234567, dtype=torch.int32, device=DEVICE),
+    )
 
 
 def by_kernel(seed, dropout):
@@ -49,11 +55,16 @@ def plain_norm(x, bias, residual, gamma, beta, kept, rate):
 
 
 # As a layer calls it, and the kernel.
-NORMS = [fused_norm.fused_norm, pytest.param(fused_norm._norm, marks=pytest.mark.triton, id="kernel")]
+NORMS = [
+    fused_norm.fused_norm,
+    pytest.param(fused_norm._norm, marks=pytest.mark.triton, id="kernel"),
+]
 
 
 @pytest.mark.parametrize("norm", NORMS)
-@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str)
+@pytest.mark.parametrize(
+    "shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str
+)
 def test_shapes_of_odd_sizes_are_normed_by_the_formula(shape, norm):
     """With what HashDropout drops, which the gradient of the product shows too."""
     inputs, grad, seed = drawn(math.prod(shape[:-1]), shape[-1])
@@ -77,7 +88,11 @@ def test_programs_with_several_rows_and_none_beyond_the_last_add_all_up(rows_at_
 
 
 # The last as autocast has it.
-HALVES = [(torch.float16, None, 2e-3), (torch.bfloat16, None, 1e-2), (torch.bfloat16, torch.float32, 5e-3)]
+HALVES = [
+    (torch.float16, None, 2e-3),
+    (torch.bfloat16, None, 1e-2),
+    (torch.bfloat16, torch.float32, 5e-3),
+]
 
 
 @pytest.mark.triton
@@ -103,7 +118,13 @@ def test_a_kernel_of_its_own_drops_the_same_and_the_same_gradients(dtype):
 @pytest.mark.triton
 def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
     (product, bias, residual, *weights), grad, seed = drawn(6, 96)
-    close((product.T.contiguous().T, bias, residual + 1000, *weights), grad.T.contiguous().T, seed, 0.1, 1e-3)
+    close(
+        (product.T.contiguous().T, bias, residual + 1000, *weights),
+        grad.T.contiguous().T,
+        seed,
+        0.1,
+        1e-3,
+    )
 
 
 @pytest.mark.triton
@@ -111,7 +132,9 @@ def test_the_operators_are_what_the_compiler_takes_them_for():
     inputs, _, seed = drawn(4, 32)
     arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
     for keeps in (False, True):
-        library.opcheck(fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+        library.opcheck(
+            fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4
+        )
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -125,7 +148,9 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
 def built(norms, gelu_="sigmoid", **sources):
     """A model with such norms and GELU, as `packed_model`; the seeds of its dropout are those of every other."""
     settings = {"norms": norms, "gelu": gelu_}
-    model, packed, inputs = packed_model(planned("E-gelu", settings=settings, machine=Machine(), **sources))
+    model, packed, inputs = packed_model(
+        planned("E-gelu", settings=settings, machine=Machine(), **sources)
+    )
     torch.manual_seed(5)
     renew(model)
     return model, packed, inputs
@@ -144,28 +169,42 @@ def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_no
         model, packed, inputs = built(norms, gelu_, model=folder)
         results.append(gradients(model, packed(**inputs).loss))
         layers = model.config.num_hidden_layers
-        assert sum(isinstance(m, FusedOutput) for m in model.modules()) == 2 * layers * (norms == "fused")
-        assert sum(isinstance(m, FusedIntermediate) for m in model.modules()) == layers * (gelu_ == "sigmoid")
+        assert sum(isinstance(m, FusedOutput) for m in model.modules()) == 2 * layers * (
+            norms == "fused"
+        )
+        assert sum(isinstance(m, FusedIntermediate) for m in model.modules()) == layers * (
+            gelu_ == "sigmoid"
+        )
     exact, native, fused = results
-    assert list(exact) == list(native) == list(fused) and not torch.equal(exact["loss"], native["loss"])
+    assert list(exact) == list(native) == list(fused) and not torch.equal(
+        exact["loss"], native["loss"]
+    )
     torch.testing.assert_close(native, exact, atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.triton
-@pytest.mark.skipif(DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter")
+@pytest.mark.skipif(
+    DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter"
+)
 def test_the_model_trains_by_the_kernels_as_without_them(monkeypatch):
     """Traced, as the compiler has it."""
     results = []
     for norms in ("native", "fused"):
         model, packed, inputs = built(norms)
         if norms == "fused":
-            monkeypatch.setattr(fused_norm, "reference", lambda *inputs: (None, fused_norm._norm(*inputs)[0]))
-            monkeypatch.setattr(gelu, "reference", lambda *inputs: (*gelu._gelu_backward(*inputs, 0.0)[:2], None))
+            monkeypatch.setattr(
+                fused_norm, "reference", lambda *inputs: (None, fused_norm._norm(*inputs)[0])
+            )
+            monkeypatch.setattr(
+                gelu, "reference", lambda *inputs: (*gelu._gelu_backward(*inputs, 0.0)[:2], None)
+            )
             for module in (fused_norm, gelu):
                 monkeypatch.setattr(module, "PROGRAMS", 2)
             for options in (fused_norm.FORWARD, fused_norm.BACKWARD, gelu.BACKWARD):
-                monkeypatch.setitem(options, "ROWS", 256)  # the interpreter takes its time for each program
+                monkeypatch.setitem(
+                    options, "ROWS", 256
+                )  # the interpreter takes its time for each program
         traced = torch.compile(packed, backend="aot_eager", fullgraph=True)
         results.append(gradients(model, traced(**inputs).loss))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
@@ -175,7 +214,9 @@ def test_the_model_trains_by_the_kernels_as_without_them(monkeypatch):
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
 def test_what_the_programs_found_is_added_up(programs, width):
     sums = torch.randn(programs, width, device=DEVICE)
-    torch.testing.assert_close(common.sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5)
+    torch.testing.assert_close(
+        common.sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5
+    )
 
 
 @pytest.mark.triton
@@ -183,15 +224,23 @@ def test_what_the_programs_found_is_added_up(programs, width):
 def test_a_norm_that_goes_two_ways_adds_up_both_gradients(used):
     inputs, grad, seed = drawn(7, 32)
     kernel, grads = by_kernel(seed, 0.1), (grad, 2 * grad)[used]
-    found = with_gradients(lambda *x: fused_norm._BothWays.apply(*x, seed, 0.1, EPS)[used], inputs, *grads)
+    found = with_gradients(
+        lambda *x: fused_norm._BothWays.apply(*x, seed, 0.1, EPS)[used], inputs, *grads
+    )
     wanted = with_gradients(lambda *x: (kernel(*x), kernel(*x))[used], inputs, *grads)
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_an_embedding_adds_up_its_gradient_as_pytorchs_own_does():
-    ids, weight, grad = torch.arange(100).view(2, 50) % 20, torch.randn(20, 8), torch.randn(2, 50, 8)
+    ids, weight, grad = (
+        torch.arange(100).view(2, 50) % 20,
+        torch.randn(20, 8),
+        torch.randn(2, 50, 8),
+    )
     found = with_gradients(lambda weight: _Lookup.apply(ids, weight, 3), [weight], grad)
-    wanted = with_gradients(lambda weight: torch.nn.functional.embedding(ids, weight, padding_idx=3), [weight], grad)
+    wanted = with_gradients(
+        lambda weight: torch.nn.functional.embedding(ids, weight, padding_idx=3), [weight], grad
+    )
     torch.testing.assert_close(found, wanted)
 
 
@@ -200,11 +249,15 @@ def test_a_pass_among_fake_tensors_leaves_no_trace_and_dynamo_traces_the_whole_m
     model, packed, inputs = built("fused")
     state = torch.get_rng_state()
     compile_kernels(lambda: packed(**inputs).loss, model)
-    assert all(p.grad is None for p in model.parameters()) and torch.equal(state, torch.get_rng_state())
+    assert all(p.grad is None for p in model.parameters()) and torch.equal(
+        state, torch.get_rng_state()
+    )
     loss = packed(**inputs).loss
     traced = torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss
     torch.testing.assert_close(traced, loss)
-    assert all(grad is not None and grad.isfinite().all() for grad in gradients(model, traced).values())
+    assert all(
+        grad is not None and grad.isfinite().all() for grad in gradients(model, traced).values()
+    )
 
 
 @pytest.mark.triton
@@ -243,7 +296,9 @@ def test_rate_and_scale():
 
 
 def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
-    found = [dropout_of(seed)(torch.ones(1024, 768)) != 0 for seed in (5, 6, 99, 5 + 768, 2**31 - 1)]
+    found = [
+        dropout_of(seed)(torch.ones(1024, 768)) != 0 for seed in (5, 6, 99, 5 + 768, 2**31 - 1)
+    ]
     kept = torch.stack(found).flatten(1).float() - (1 - P)
     noise = 1 / kept.shape[1] ** 0.5
     related = kept @ kept.T / kept.shape[1] / (P * (1 - P))
@@ -258,7 +313,9 @@ def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
 def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
     model = build_model(planned("E-packed", settings={"dropout": "hash"})).to(torch.bfloat16)
     found = [module for module in model.modules() if isinstance(module, HashDropout)]
-    assert len(found) == 1 + 2 * model.config.num_hidden_layers and found[0].seed.dtype == torch.int32
+    assert (
+        len(found) == 1 + 2 * model.config.num_hidden_layers and found[0].seed.dtype == torch.int32
+    )
 
     drawn = []
     for seed in (0, 1, 0):

@@ -28,7 +28,9 @@ def drawn(rows, width, dtype=torch.float32):
 
 
 def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
-    x = torch.cat([torch.linspace(-40, 40, 400_001), torch.linspace(-1e-3, 1e-3, 101)]).requires_grad_()
+    x = torch.cat(
+        [torch.linspace(-40, 40, 400_001), torch.linspace(-1e-3, 1e-3, 101)]
+    ).requires_grad_()
     value = gelu(x[:, None], torch.zeros(1))[:, 0]
     (gradient,) = torch.autograd.grad(value.sum(), x)
     wide = x.detach().double().requires_grad_()
@@ -39,7 +41,9 @@ def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
     assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
 
 
-@torch._functorch.config.patch(ban_recompute_materialized_backward=True)  # a run before this may have left it False
+@torch._functorch.config.patch(
+    ban_recompute_materialized_backward=True
+)  # a run before this may have left it False
 def test_the_compiler_keeps_input_and_output_and_nothing_else():
     kept = []
 
@@ -53,23 +57,34 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
         bw_compiler=lambda graph, _: make_boxed_func(graph.forward),
         partition_fn=functools.partial(min_cut_rematerialization_partition, compiler="inductor"),
     )
-    block = torch.nn.Sequential(FusedIntermediate(torch.nn.Linear(16, 64)), torch.nn.Linear(64, 16)).bfloat16()
+    block = torch.nn.Sequential(
+        FusedIntermediate(torch.nn.Linear(16, 64)), torch.nn.Linear(64, 16)
+    ).bfloat16()
     x = torch.randn(100, 16, dtype=torch.bfloat16, requires_grad=True)
     torch.compile(block.forward, backend=backend)(x).sum().backward()
     assert [value.dtype for value in kept if value.shape == (100, 64)] == [torch.bfloat16] * 2
 
 
 def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
-    x, grad = torch.linspace(-9, 9, 2001).double()[:, None], torch.linspace(-1, 2, 2001).double()[:, None]
+    x, grad = (
+        torch.linspace(-9, 9, 2001).double()[:, None],
+        torch.linspace(-1, 2, 2001).double()[:, None],
+    )
     inputs = x, torch.tensor([0.25], dtype=torch.float64)
-    wanted = with_gradients(lambda x, bias: torch.nn.functional.gelu(x + bias, approximate="tanh"), inputs, grad)
+    wanted = with_gradients(
+        lambda x, bias: torch.nn.functional.gelu(x + bias, approximate="tanh"), inputs, grad
+    )
     found = with_gradients(lambda x, bias: gelu(x, bias, tanh=True), inputs, grad)
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
 
 
 def test_another_activation_is_refused_by_name():
     config = GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100, activation_function="silu")
-    refused("stands for GELU, and this model has SiLU", use_sigmoid_gelu, AutoModelForCausalLM.from_config(config))
+    refused(
+        "stands for GELU, and this model has SiLU",
+        use_sigmoid_gelu,
+        AutoModelForCausalLM.from_config(config),
+    )
 
 
 @pytest.mark.triton
@@ -90,12 +105,17 @@ def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh
 @pytest.mark.triton
 def test_its_operator_is_what_the_compiler_takes_it_for():
     for factor in (0.0, 2.0**10):
-        for call, inputs in ((gelus._gelu_forward, drawn(4, 32)[1:]), (gelus._gelu_backward, drawn(4, 32))):
+        for call, inputs in (
+            (gelus._gelu_forward, drawn(4, 32)[1:]),
+            (gelus._gelu_backward, drawn(4, 32)),
+        ):
             library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("call", [gelus._gelu_forward, gelus._gelu_backward], ids=["forward", "backward"])
+@pytest.mark.parametrize(
+    "call", [gelus._gelu_forward, gelus._gelu_backward], ids=["forward", "backward"]
+)
 def test_either_kernel_writes_its_result_in_8_bits_and_the_second_that_of_the_first_again(call):
     grad, *inputs = drawn(4, 32, torch.bfloat16)
     grad[0, 1] = inputs[0][0, 1] = 1000.0  # which would be infinite in 8 bits

@@ -13,7 +13,11 @@ from qa_lib.train.process_group import ProcessGroup
 from qa_lib.variants import Settings
 from tests.material import cases
 
-SIZE, LENGTH, SPREAD = 200, 3.0, 0.7  # elements of a gradient, norm of the true one, noise of an element
+SIZE, LENGTH, SPREAD = (
+    200,
+    3.0,
+    0.7,
+)  # elements of a gradient, norm of the true one, noise of an element
 PHI = SIZE * SPREAD**2 / LENGTH**2
 
 
@@ -71,7 +75,11 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
     weight = 1 - SMOOTHING ** (8 / REFERENCE)
     torch.testing.assert_close(ranks.stats.norms, weight * torch.stack([first, whole]))
     expected = noise(float(first), float(whole), 4, 2)
-    assert (found.sqr, found.var, found.steps) == (pytest.approx(expected.sqr), pytest.approx(expected.var), 1)
+    assert (found.sqr, found.var, found.steps) == (
+        pytest.approx(expected.sqr),
+        pytest.approx(expected.var),
+        1,
+    )
 
 
 @pytest.mark.parametrize("batch", [8, 32, 512])
@@ -88,7 +96,10 @@ def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ra
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing():
-    assert one_step(OneBucketDDP, ProcessGroup(torch.device("cpu")), torch.randn(1, 2, 3))[1] == Noise()
+    assert (
+        one_step(OneBucketDDP, ProcessGroup(torch.device("cpu")), torch.randn(1, 2, 3))[1]
+        == Noise()
+    )
 
 
 def test_what_a_gpu_only_communicates_is_exposed():
@@ -121,4 +132,8 @@ def test_more_steps_for_the_overlap_change_nothing_that_is_recorded(ranks, monke
     found = {"busy_ms": 1.0, "exposed_ms": 0.5}
     monkeypatch.setattr("qa_lib.measure.trace.overlap", lambda step, device: step() or found)
     ranks.stats.note_overlap(step)
-    assert (ranks.stats.noise(steps=1), len(ranks.stats.waits), ranks.stats.overlap["busy_ms"]) == (before, 0, 1.0)
+    assert (ranks.stats.noise(steps=1), len(ranks.stats.waits), ranks.stats.overlap["busy_ms"]) == (
+        before,
+        0,
+        1.0,
+    )

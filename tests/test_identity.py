@@ -26,7 +26,18 @@ from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
-from tests.material import cases, document, edited, end_of, hub_row, python, question, refused, squad_folder, write
+from tests.material import (
+    cases,
+    document,
+    edited,
+    end_of,
+    hub_row,
+    python,
+    question,
+    refused,
+    squad_folder,
+    write,
+)
 from tests.tiny import CPU, H200, checkpoint, planned, quiet, stop_after
 
 TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a port."
@@ -56,21 +67,34 @@ def local(squad, model, steps=4, every=0):
 
 def nudge(path):
     """Other weights."""
-    save_file({name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, {"format": "pt"})
+    save_file(
+        {name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, {"format": "pt"}
+    )
 
 
 # What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.
 def test_every_file_that_is_opened_is_in_the_identity(model):
-    for name in ("generation_config.json", "special_tokens_map.json", "added_tokens.json", "README.md", "other.json"):
+    for name in (
+        "generation_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "README.md",
+        "other.json",
+    ):
         if not (model / name).exists():
             (model / name).write_text("{}")
     opened = []
-    sys.addaudithook(lambda event, words: event == "open" and opened.append(str(words[0])))  # for good
+    sys.addaudithook(
+        lambda event, words: event == "open" and opened.append(str(words[0]))
+    )  # for good
     build_tokenizer(model)
     AutoModelForQuestionAnswering.from_pretrained(model)
     found = {Path(path).name for path in opened}
     files = {path.name for path in checkpoint_files(model, inspect_checkpoint(model)[1])}
-    assert found & {path.name for path in model.iterdir()} <= files and "tokenizer_config.json" in found
+    assert (
+        found & {path.name for path in model.iterdir()} <= files
+        and "tokenizer_config.json" in found
+    )
     assert files.isdisjoint({"README.md", "other.json"})
 
 
@@ -97,8 +121,12 @@ def test_what_changes_tokens_or_logits_changes_the_identity(model):
 
 
 @pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.parametrize("what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"])
-def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(squad, model, tmp_path, what, when, monkeypatch):
+@pytest.mark.parametrize(
+    "what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"]
+)
+def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(
+    squad, model, tmp_path, what, when, monkeypatch
+):
     spec = local(squad, model)
     path = next(folder / what for folder in (squad, model) if (folder / what).exists())
     if when == "before":
@@ -124,7 +152,9 @@ def change(path):
 
 def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
     folder = tmp_path / "saved"
-    rows = [hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(20)]
+    rows = [
+        hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(20)
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(folder, num_shards=2)
     before = identify_data(str(folder), with_validation=False)["sha256"]
     first, second = sorted(folder.glob("*.arrow"))
@@ -138,14 +168,28 @@ def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
         write(folder / "state.json", state | {"_data_files": files})
         assert identify_data(str(folder), with_validation=False)["sha256"] != before, files
     write(folder / "state.json", state)
-    refused("by the same questions", identify_data, str(folder), with_validation=True)  # a data set without parts
+    refused(
+        "by the same questions", identify_data, str(folder), with_validation=True
+    )  # a data set without parts
 
     outside = shutil.copy(second, tmp_path / "outside.arrow")
-    write(folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]})
-    refused(r"lists 'outside\.arrow' of another folder", identify_data, str(folder), with_validation=False)
+    write(
+        folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]}
+    )
+    refused(
+        r"lists 'outside\.arrow' of another folder",
+        identify_data,
+        str(folder),
+        with_validation=False,
+    )
     for spoilt in ({}, [], {"_data_files": 3}, {"_data_files": [{}]}):
         write(folder / "state.json", spoilt)
-        refused("saved: not a data set that datasets can load", identify_data, str(folder), with_validation=False)
+        refused(
+            "saved: not a data set that datasets can load",
+            identify_data,
+            str(folder),
+            with_validation=False,
+        )
 
 
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
@@ -157,7 +201,10 @@ def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_p
     monkeypatch.setattr(checkpoints, "libraries", lambda: before | {"torch": "9.9"})
     entry = fit(spec, tmp_path / "runs", say=quiet)
     assert entry["time"]["resumed_from_step"] == 4 and entry["status"] == "ok"
-    assert f"checkpoint: went on under torch 9.9 (it began with {before['torch']})" in entry["spec"]["adjusted"]
+    assert (
+        f"checkpoint: went on under torch 9.9 (it began with {before['torch']})"
+        in entry["spec"]["adjusted"]
+    )
 
 
 def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
@@ -167,7 +214,9 @@ def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
     with pytest.raises(OSError, match="full"), replacing(folder) as work:
         (work / "config.json").write_text("new")
         raise OSError("full")
-    assert (folder / "config.json").read_text() == "old" and [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (folder / "config.json").read_text() == "old" and [
+        path.name for path in tmp_path.iterdir()
+    ] == ["model"]
 
 
 def test_adapters_are_refused(model):
@@ -200,7 +249,12 @@ def trained_two_steps(squad, model):
         made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
-RETURNED = {"return_dict": False, "chunk_size_feed_forward": 7, "output_attentions": True, "output_hidden_states": True}
+RETURNED = {
+    "return_dict": False,
+    "chunk_size_feed_forward": 7,
+    "output_attentions": True,
+    "output_hidden_states": True,
+}
 
 
 @pytest.mark.parametrize(("name", "value"), RETURNED.items())
@@ -219,14 +273,22 @@ def test_surplus_weights_are_told_or_refused(model, caplog):
 
     def load_with(*surplus):
         caplog.clear()
-        save_file(weights | {name: torch.zeros(2) for name in surplus}, model / "model.safetensors", {"format": "pt"})
+        save_file(
+            weights | {name: torch.zeros(2) for name in surplus},
+            model / "model.safetensors",
+            {"format": "pt"},
+        )
         load_qa_model(model)
         return [entry.getMessage() for entry in caplog.records]
 
     assert load_with("cls.predictions.bias", "lm_head.bias") == []  # which pretraining leaves
     (said,) = load_with("foo.bar")
     assert "1 weights are of no use here and are left out, such as foo.bar" in said
-    for name in (f"{prefix}.encoder.layer.0.attention.self.query.lora_A", "qa_outputs.extra", "x.lora_B"):
+    for name in (
+        f"{prefix}.encoder.layer.0.attention.self.query.lora_A",
+        "qa_outputs.extra",
+        "x.lora_B",
+    ):
         refused(r"for which a .* has no place", load_with, name)
 
 
@@ -239,7 +301,10 @@ def test_padding_tokens_that_disagree_are_told(model, squad):
 
 def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_path):
     """Neither its tokens nor a vocabulary that was learnt from it: the next run would take them for the old text's."""
-    path, old = tmp_path / "train.txt", "".join(f"the river number {i} ends in a port\n" for i in range(200))
+    path, old = (
+        tmp_path / "train.txt",
+        "".join(f"the river number {i} ends in a port\n" for i in range(200)),
+    )
     path.write_text(old)
     tokenizer = learn_tokenizer(open_text(path, "train"), 300)
     for use, by in ((tokenize_text, tokenizer), (learn_tokenizer, 290)):
@@ -248,19 +313,27 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
         path.write_text(old.upper())
         refused(r"train\.txt: it has changed since it was first looked at", use, source, by)
         path.write_text(old)
-    assert tokenizer.decode(tokenize_text(open_text(path, "train"), tokenizer).tokens[1:40].tolist()) in old
+    assert (
+        tokenizer.decode(tokenize_text(open_text(path, "train"), tokenizer).tokens[1:40].tolist())
+        in old
+    )
     vocabulary = learn_tokenizer(open_text(path, "train"), 290).get_vocab()
     assert not any(letter in token for token in vocabulary for letter in ("RI", "TH"))
 
 
-def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own_beside_it(squad, model, tmp_path):
+def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own_beside_it(
+    squad, model, tmp_path
+):
     spec = local(squad, model)
     folder = tmp_path / "runs" / spec.run_path
     fit(spec, tmp_path / "runs", say=quiet)
     for name in ("model-int8", "model-int4"):
         shutil.copytree(folder / "model", folder / name)
     (folder / "model" / "stale.json").write_text("{}")
-    own = [folder / name for name in ("model-backup/precious", "checkpoint.keep/mine", "model-notes.txt")]
+    own = [
+        folder / name
+        for name in ("model-backup/precious", "checkpoint.keep/mine", "model-notes.txt")
+    ]
     for path in own:
         path.parent.mkdir(exist_ok=True)
         path.touch()
@@ -268,7 +341,9 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
     assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
     assert all(path.exists() for path in own) and (folder / "model").is_symlink()
-    assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, "of the older model"
+    assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, (
+        "of the older model"
+    )
     assert not (folder / "model" / "stale.json").exists()
     assert (tmp_path / "disk" / "model.safetensors").stat().st_mtime_ns > before
     assert window_lengths(load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
@@ -276,14 +351,25 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
 
 def test_data_of_another_plan_are_refused(squad, model, tmp_path):
     spec, other = local(squad, model), local(shutil.copytree(squad, tmp_path / "other"), model)
-    assert fit(spec, tmp_path / "runs", data=load_data(other), say=quiet)["status"] == "ok", "the same questions"
+    assert fit(spec, tmp_path / "runs", data=load_data(other), say=quiet)["status"] == "ok", (
+        "the same questions"
+    )
     write(squad / "train.json", document((TEXT, [question("q", "who?")])))
     changed = load_data(local(squad, model))
-    refused("other is not what the run was planned with", fit, other, tmp_path / "runs", data=changed, say=quiet)
+    refused(
+        "other is not what the run was planned with",
+        fit,
+        other,
+        tmp_path / "runs",
+        data=changed,
+        say=quiet,
+    )
 
 
 def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model):
-    (squad / "validation.json").write_text(json.dumps(json.loads((squad / "train.json").read_text()), indent=1))
+    (squad / "validation.json").write_text(
+        json.dumps(json.loads((squad / "train.json").read_text()), indent=1)
+    )
     refused(r"validation\.json: has the questions of .*train\.json", load_data, local(squad, model))
     text = "".join(f"the river number {i} ends in a port\n" for i in range(300)).encode()
     (squad / "train.txt").write_bytes(text)
@@ -293,22 +379,33 @@ def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model):
         refused(said, load_text, planned("L1", "lm-smoke", data=str(squad)))
 
 
-def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(squad, model, tmp_path, monkeypatch):
+def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(
+    squad, model, tmp_path, monkeypatch
+):
     (tmp_path / "link").symlink_to(squad)
     spec = local(tmp_path / "link", model)
     passed = sweep.notebook_parameters(spec, tmp_path / "runs")
     monkeypatch.chdir(sweep.ROOT)
-    (again,) = plan(["A1"], "local", data=passed["data"], model=passed["model"], machine=CPU, max_length=48)
+    (again,) = plan(
+        ["A1"], "local", data=passed["data"], model=passed["model"], machine=CPU, max_length=48
+    )
     assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
     monkeypatch.chdir(squad)
-    assert identify_data(".", with_validation=True) == identify_data(str(squad), with_validation=True)
+    assert identify_data(".", with_validation=True) == identify_data(
+        str(squad), with_validation=True
+    )
     monkeypatch.chdir(model)
     assert identify_model(".") == identify_model(str(model))
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    assert identify_model("someone/nobody-has-this") == {"name": "someone/nobody-has-this", "revision": "main"}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: f"{tmp_path}/snapshots/{'a1' * 20}")
+    assert identify_model("someone/nobody-has-this") == {
+        "name": "someone/nobody-has-this",
+        "revision": "main",
+    }
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **_: f"{tmp_path}/snapshots/{'a1' * 20}"
+    )
     assert identify_model("someone/tiny") == {"name": "someone/tiny", "revision": "a1" * 20}
 
 
@@ -320,5 +417,7 @@ def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("0" * 40)
     words = f"run A1-fp32 --preset local --data {squad} --model someone/tiny --max-length 48 --runs {tmp_path}/runs"
-    done = python("-m", "qa_lib", *words.split(), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1")
+    done = python(
+        "-m", "qa_lib", *words.split(), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
+    )
     assert "A1-fp32: ok" in done.stdout

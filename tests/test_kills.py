@@ -39,8 +39,15 @@ def found(folder: Path) -> tuple[dict, list[float], bytes, bytes]:
     run_dir = file_of(folder, "record.json").parent
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
-    files = [run_dir / "model" / "model.safetensors", run_dir / "answers" / "nbest_predictions.json"]
-    return record.read_record(run_dir), [step["loss"] for step in steps], *(path.read_bytes() for path in files)
+    files = [
+        run_dir / "model" / "model.safetensors",
+        run_dir / "answers" / "nbest_predictions.json",
+    ]
+    return (
+        record.read_record(run_dir),
+        [step["loss"] for step in steps],
+        *(path.read_bytes() for path in files),
+    )
 
 
 @pytest.mark.slow
@@ -48,7 +55,9 @@ def test_random_kills_leave_no_trace(swept, tmp_path):
     chance, folder, at_steps = random.Random(7), tmp_path, []
     while len(at_steps) < KILLS:
         process, before = start(folder), logged(folder)
-        while logged(folder) <= before and process.is_alive():  # until it trains, or else most kills meet imports
+        while (
+            logged(folder) <= before and process.is_alive()
+        ):  # until it trains, or else most kills meet imports
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 3))
         if not process.is_alive():  # it came to its end: begin anew
@@ -65,4 +74,6 @@ def test_random_kills_leave_no_trace(swept, tmp_path):
     (entry, *rest), (whole, *others) = found(folder), found(swept.runs)
     assert entry["status"] == "ok" and rest == others, at_steps
     assert entry["quality"] == whole["quality"]
-    assert 0 < entry["time"]["first_step_s"] < seconds, "since this process began, which trained its first"
+    assert 0 < entry["time"]["first_step_s"] < seconds, (
+        "since this process began, which trained its first"
+    )

@@ -44,7 +44,9 @@ TINY = "gpt2:L2H64V400P80"
 
 def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
     """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
-    spec = planned(row, "lm-smoke", {"compile": "none"}, data=str(data), model=model, micro_batch=4, **more)
+    spec = planned(
+        row, "lm-smoke", {"compile": "none"}, data=str(data), model=model, micro_batch=4, **more
+    )
     return resized(spec, steps=steps, batch_tokens=8 * spec.preset.max_length, measure_from=1)
 
 
@@ -57,7 +59,11 @@ def lengthened(variant, preset, length, **more):
 def folder(tmp_path_factory):
     """Two documents to train on, one to validate on; and how they were written."""
     path = tmp_path_factory.mktemp("text")
-    lines = [" = A river = \n", "\n", *(f"the river {word} runs to the sea , and é back .\n" for word in "abcdefgh")]
+    lines = [
+        " = A river = \n",
+        "\n",
+        *(f"the river {word} runs to the sea , and é back .\n" for word in "abcdefgh"),
+    ]
     with gzip.open(path / "train.txt.gz", "wt", encoding="utf-8", newline="") as stream:
         stream.write("".join(lines) * 20 + "\f\n" + "".join(reversed(lines)) * 20)
     (path / "validation.txt").write_text("".join(lines), encoding="utf-8")
@@ -77,25 +83,36 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     text, whole = tokenize_text(source, tokenizer), "".join(source.rows())
     first, second = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert first == 0, "before each document"
-    assert "\f\n".join(tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])) == whole
+    assert (
+        "\f\n".join(tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])) == whole
+    )
     assert (text.words, text.bytes) == (len(whole.split()) + whole.count("\n"), len(whole.encode()))
 
 
-def test_arrays_are_made_once_by_content_and_memory_mapped(folder, tokenizer, tmp_path, monkeypatch):
+def test_arrays_are_made_once_by_content_and_memory_mapped(
+    folder, tokenizer, tmp_path, monkeypatch
+):
     first = tokenize_text(open_text(folder, "validation"), tokenizer)
     assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
     same = open_text(shutil.copy(folder / "validation.txt", tmp_path / "other.txt"), "train")
     monkeypatch.setattr(same, "rows", lambda: pytest.fail("read again"))
     assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
-    assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(open_text(folder, "train"), 400)
+    assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(
+        open_text(folder, "train"), 400
+    )
 
 
 def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     """65,536 tokens fit into 16 bits; one more does not."""
-    source, backend = open_text(folder, "validation"), Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    source, backend = (
+        open_text(folder, "validation"),
+        Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()),
+    )
     for tokens_in_all, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
-        backend.add_tokens([f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)])
+        backend.add_tokens(
+            [f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)]
+        )
         assert backend.get_vocab_size() == tokens_in_all
         assert tokens._tokenize(source, backend, tokens_in_all - 1).tokens.dtype == dtype
     assert tokens._tokenize(source, backend, 2**16).tokens[0] == 2**16
@@ -103,11 +120,16 @@ def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
 
 def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
     lines = (folder / "validation.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    table = Dataset.from_dict({"text": [line.removesuffix("\n") if line == "\n" else line for line in lines]})
+    table = Dataset.from_dict(
+        {"text": [line.removesuffix("\n") if line == "\n" else line for line in lines]}
+    )
     load = Mock(return_value=table)
     monkeypatch.setattr("datasets.load_dataset", load)
     source = open_text(PRESETS["lm-full"].data, "validation")
-    assert list(source.rows()) == list(open_text(folder, "validation").rows()) and len(source.sha256) == 64
+    assert (
+        list(source.rows()) == list(open_text(folder, "validation").rows())
+        and len(source.sha256) == 64
+    )
     load.assert_called_once_with("Salesforce/wikitext", "wikitext-103-raw-v1", split="validation")
 
 
@@ -130,10 +152,18 @@ def load(folder, tmp_path, **files):
     return load_text(short(data=place))
 
 
-def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_enough_to_score(folder, tmp_path):
+def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_enough_to_score(
+    folder, tmp_path
+):
     for split in ("train", "validation"):
         refused(f"{split}.txt: an empty text", load, folder, tmp_path / "empty", **{split: b""})
-    refused(r"train.txt: a text of 2 tokens, shorter than a window of 64", load, folder, tmp_path, train=b"a")
+    refused(
+        r"train.txt: a text of 2 tokens, shorter than a window of 64",
+        load,
+        folder,
+        tmp_path,
+        train=b"a",
+    )
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
     assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
     tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
@@ -143,8 +173,13 @@ def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_eno
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
     whole = (folder / "validation.txt").read_bytes()
     (tmp_path / "wiki.valid.tokens").write_bytes(whole.replace(b"\n", b"\r\n"))
-    text, plain = (tokenize_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder))
-    assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (plain.words, plain.bytes)
+    text, plain = (
+        tokenize_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder)
+    )
+    assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (
+        plain.words,
+        plain.bytes,
+    )
 
 
 def test_broken_text_is_named_by_its_line(folder, tmp_path):
@@ -160,7 +195,10 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
     refused("no such file", open_text, tmp_path / "gone.txt", "train")
     refused("one file has no text to validate on", open_text, folder / "train.txt.gz", "validation")
     refused("not one of .txt", open_text, __file__, "train")
-    for name in ("text", "json:all"):  # would be read by datasets' own builders, out of the working directory
+    for name in (
+        "text",
+        "json:all",
+    ):  # would be read by datasets' own builders, out of the working directory
         refused("a format's name, by which datasets reads", open_text(name, "train").digest)
 
 
@@ -168,12 +206,24 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, folder, tmp_pat
     """As a user meets it: a model's folder, and what its tokenizer_config.json says."""
     endless = shutil.copytree(run / "model", tmp_path / "endless", ignore=lambda *_: [SUMS])
     edited(endless / "tokenizer_config.json", eos_token=None)
-    refused(r"endless: its tokenizer has no end token", load_text, short(data=folder, model=str(endless)))
+    refused(
+        r"endless: its tokenizer has no end token",
+        load_text,
+        short(data=folder, model=str(endless)),
+    )
 
 
 def test_a_context_above_the_models_positions_is_refused():
-    refused("has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128", short, max_length=128)
-    refused(r"takes 80 tokens, and samples of preset lm-smoke have 128", build_model, resized(short(), max_length=128))
+    refused(
+        "has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128",
+        short,
+        max_length=128,
+    )
+    refused(
+        r"takes 80 tokens, and samples of preset lm-smoke have 128",
+        build_model,
+        resized(short(), max_length=128),
+    )
 
 
 # Sizes, variants and presets.
@@ -187,39 +237,85 @@ def test_a_shape_is_a_model_by_its_sizes():
         sizes = [AutoModelForCausalLM.from_config(model_config(name)).num_parameters()
                  for name in ("gpt2:L4H64V4096", "gpt2:L12H768", "gpt2:L24H1024")]  # fmt: skip
     assert [round(size / 1e6, 1) for size in sizes] == [0.5, 124.5, 354.9]
-    for wrong in ("gpt2:", "gpt2:L2H65", "gpt2:L0H64", "gpt2:L2H64V256", "gpt2:L2H64P0", "gpt2:l2h64", "gpt2:L²H64"):
+    for wrong in (
+        "gpt2:",
+        "gpt2:L2H65",
+        "gpt2:L0H64",
+        "gpt2:L2H64V256",
+        "gpt2:L2H64P0",
+        "gpt2:l2h64",
+        "gpt2:L²H64",
+    ):
         refused("a shape is written like gpt2:L12H768", find_shape, wrong)
     assert find_shape("gpt2") is None
 
 
 def test_variants_and_presets_belong_to_a_task():
-    for row, preset, said in (("L1", "smoke", "lm, and preset 'smoke' of task qa"), ("A1", "lm-smoke", "qa")):
+    for row, preset, said in (
+        ("L1", "smoke", "lm, and preset 'smoke' of task qa"),
+        ("A1", "lm-smoke", "qa"),
+    ):
         refused(f"{row} is a variant of task {said}", plan, [row], preset, machine=CPU)
     for name, row in VARIANTS.items():
-        assert (row.settings.padding, row.settings.qkv) == ("max_length", "separate") or row.task == "qa", name
-        assert not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm", name
+        assert (row.settings.padding, row.settings.qkv) == (
+            "max_length",
+            "separate",
+        ) or row.task == "qa", name
+        assert (
+            not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm"
+        ), name
 
 
 def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
     specs = [short(model="gpt2:L2H64V400", max_length=length) for length in (None, 128, 256)]
-    assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {"cpu-lm-smoke"}
+    assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {
+        "cpu-lm-smoke"
+    }
     found = [lengthened("L1", "lm-bench", length) for length in (256, 1024)]
     assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
     for length in (1, 2, 2048):
-        refused("tokens are too few or too many", plan, ["L1"], "lm-smoke", machine=CPU, max_length=length)
-    refused(r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens", lengthened, "L1", "lm-bench", 1000)
-    refused(r"3 tokens do not make up the 1,024 .* take 4 tokens", plan, ["L1"], "lm-smoke", machine=CPU, max_length=3)
+        refused(
+            "tokens are too few or too many",
+            plan,
+            ["L1"],
+            "lm-smoke",
+            machine=CPU,
+            max_length=length,
+        )
+    refused(
+        r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens",
+        lengthened,
+        "L1",
+        "lm-bench",
+        1000,
+    )
+    refused(
+        r"3 tokens do not make up the 1,024 .* take 4 tokens",
+        plan,
+        ["L1"],
+        "lm-smoke",
+        machine=CPU,
+        max_length=3,
+    )
     assert lengthened("L1", "lm-bench", 1000, batch=32).preset.batch == 32
 
 
-def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(monkeypatch, tmp_path):
+def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(
+    monkeypatch, tmp_path
+):
     asked = Mock(return_value=[])
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
     monkeypatch.setattr(sweep, "plan", asked)
     for preset in ("smoke", "lm-smoke"):
-        main(["sweep", "--preset", preset, "--plan", "--runs", str(tmp_path), "--max-length", "128"])
+        main(
+            ["sweep", "--preset", preset, "--plan", "--runs", str(tmp_path), "--max-length", "128"]
+        )
     questions, text = (each.args[0] for each in asked.call_args_list)
-    assert text == find_family("L") and not set(questions) & set(text) and len(questions + text) == len(VARIANTS)
+    assert (
+        text == find_family("L")
+        and not set(questions) & set(text)
+        and len(questions + text) == len(VARIANTS)
+    )
     assert asked.call_args.kwargs["max_length"] == [128]
     assert sweep.notebook_parameters(short(max_length=32), tmp_path)["max_length"] == 32
     assert "max_length" not in sweep.notebook_parameters(short(), tmp_path)
@@ -228,13 +324,23 @@ def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(
 def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
     spec = short(data=folder)
     samples = load_text(spec).samples
-    refused("too few for --batch", Batches, samples, resized(spec, steps=None, epochs=1, batch_tokens=2**30))
+    refused(
+        "too few for --batch",
+        Batches,
+        samples,
+        resized(spec, steps=None, epochs=1, batch_tokens=2**30),
+    )
     one, other = Batches(samples, spec), Batches(samples, spec)
     one.step(0)
     for mine, theirs in zip(one.step(7), other.step(7), strict=True):
-        batch, windows = one.arrays(mine), [samples.text.tokens[64 * number :][:64] for number in mine]
+        batch, windows = (
+            one.arrays(mine),
+            [samples.text.tokens[64 * number :][:64] for number in mine],
+        )
         assert np.array_equal(mine, theirs)
-        assert np.array_equal(batch["input_ids"], windows) and np.array_equal(batch["labels"], windows)
+        assert np.array_equal(batch["input_ids"], windows) and np.array_equal(
+            batch["labels"], windows
+        )
 
 
 def test_the_arithmetic_of_a_step_is_that_of_its_products():
@@ -243,10 +349,14 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
     with FlopCounterMode(display=False) as counter:
         model(input_ids=ids, labels=ids).loss.backward()
     cost = StepFlops(model)
-    matrices = sum(p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2)
+    matrices = sum(
+        p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2
+    )
     vectors = cost.parameters - matrices  # StepFlops counts a product with them forward and back
     masked = 12 * 2 * 64 * 4 * 64**2 / 2  # eager attention computes the masked half, too
-    assert cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
+    assert (
+        cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
+    )
 
 
 def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
@@ -265,7 +375,9 @@ def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
         for forward in (model, torch.compile(model, backend="eager")):
             assert torch.allclose(forward(ids).logits, expected, atol=1e-5)
         how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        written, plain = (model.generate(ids[:1, :9], use_cache=cache, **how).tolist() for cache in (True, False))
+        written, plain = (
+            model.generate(ids[:1, :9], use_cache=cache, **how).tolist() for cache in (True, False)
+        )
     assert seen[:4] == [(None, True)] * 4 and written == plain
 
 
@@ -283,13 +395,24 @@ def run(folder, tmp_path_factory):
 def test_a_run_learns_and_leaves_a_whole_record(run, folder):
     entry = record.read_record(run)
     quality = entry["quality"]
-    assert (entry["status"], entry["group"], set(quality)) == ("ok", "cpu-lm-smoke", set(entry["task"]["scores"]))
+    assert (entry["status"], entry["group"], set(quality)) == (
+        "ok",
+        "cpu-lm-smoke",
+        set(entry["task"]["scores"]),
+    )
     whole, nats = (folder / "validation.txt").read_text(encoding="utf-8"), quality["nats"]
-    assert quality["n"] == entry["spec"]["n_eval"] and quality["words"] == len(whole.split()) + whole.count("\n")
-    wanted = {f"{each}_perplexity": math.exp(nats / quality[n]) for each, n in (("word", "words"), ("token", "n"))}
+    assert quality["n"] == entry["spec"]["n_eval"] and quality["words"] == len(
+        whole.split()
+    ) + whole.count("\n")
+    wanted = {
+        f"{each}_perplexity": math.exp(nats / quality[n])
+        for each, n in (("word", "words"), ("token", "n"))
+    }
     wanted["bits_per_byte"] = nats / math.log(2) / quality["bytes"]
     assert {name: quality[name] for name in wanted} == pytest.approx(wanted)
-    assert quality["token_perplexity"] < 30, "of 400 tokens that an untrained model thinks equally likely"
+    assert quality["token_perplexity"] < 30, (
+        "of 400 tokens that an untrained model thinks equally likely"
+    )
     assert entry["speed"]["tokens_per_s_padded"] == entry["speed"]["tokens_per_s"] > 0
 
 
@@ -299,10 +422,14 @@ def test_a_compiled_loss_has_no_gradient_of_logits():
 
     def look(graph, _):
         inputs = graph.graph.find_nodes(op="placeholder")
-        entering.append([tuple(node.meta["val"].shape) for node in inputs if node.name.startswith("tangents")])
+        entering.append(
+            [tuple(node.meta["val"].shape) for node in inputs if node.name.startswith("tangents")]
+        )
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=look)
+    backend = aot_autograd(
+        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=look
+    )
     model, ids = build_model(short()), torch.arange(128).view(2, 64)
     torch.compile(LossOf(model), backend=backend)(input_ids=ids, labels=ids).backward()
     torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss.backward()
@@ -314,12 +441,18 @@ def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, mo
     monkeypatch.setattr(evaluate, "total_nats", lambda *_: math.nan)
     refused(r"text has nan nats \(the model has diverged\)", fit, spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == ("error", "DataError", None)
+    assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == (
+        "error",
+        "DataError",
+        None,
+    )
 
 
 def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, folder, tmp_path):
     before = record.read_record(run)["quality"]
-    after = fit(short(data=folder, model=str(run / "model"), steps=2), tmp_path, say=quiet)["quality"]
+    after = fit(short(data=folder, model=str(run / "model"), steps=2), tmp_path, say=quiet)[
+        "quality"
+    ]
     assert after["n"] == before["n"] and after["nats"] < 1.5 * before["nats"]
     bare = shutil.copytree(run / "model", tmp_path / "bare")
     (bare / "model.safetensors").unlink()
@@ -328,11 +461,15 @@ def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, folder, tmp_path
 
 
 def test_a_model_of_the_other_task_is_refused(run):
-    refused(r"of type 'gpt2'; this lab knows bert, .* for task qa", planned, model=str(run / "model"))
+    refused(
+        r"of type 'gpt2'; this lab knows bert, .* for task qa", planned, model=str(run / "model")
+    )
     refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 
-@pytest.mark.parametrize("row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split())
+@pytest.mark.parametrize(
+    "row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split()
+)
 def test_a_variant_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     spec = short(row)
     before = dict(build_model(spec).named_parameters())
@@ -340,13 +477,19 @@ def test_a_variant_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     assert entry["status"] == "ok" and entry["quality"]["nats"] > 0
     losses = losses_of(tmp_path / spec.run_path)
     assert len(losses) == 3 and losses[0] == pytest.approx(math.log(448), abs=0.3)
-    assert ("lora_A" in " ".join(before)) == (entry["model"]["params_trainable"] < entry["model"]["params_total"])
+    assert ("lora_A" in " ".join(before)) == (
+        entry["model"]["params_trainable"] < entry["model"]["params_total"]
+    )
     path = tmp_path / spec.run_path / "model"
     plain, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
     assert not loading["missing_keys"] and not loading["unexpected_keys"]
     adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
-    assert entry["model"]["params_total"] == plain.num_parameters() + adapters, "also of weights that it held in 4 bits"
-    text = tokenize_text(open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path))
+    assert entry["model"]["params_total"] == plain.num_parameters() + adapters, (
+        "also of weights that it held in 4 bits"
+    )
+    text = tokenize_text(
+        open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path)
+    )
     nats = evaluate.total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
 
@@ -355,7 +498,14 @@ def test_a_variant_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
 
 
 def test_each_token_is_scored_once_from_enough_context():
-    for count, length, shared in ((2, 8, 4), (8, 8, 4), (9, 8, 4), (100, 8, 1), (101, 8, 7), (1000, 64, 32)):
+    for count, length, shared in (
+        (2, 8, 4),
+        (8, 8, 4),
+        (9, 8, 4),
+        (100, 8, 1),
+        (101, 8, 7),
+        (1000, 64, 32),
+    ):
         seen = []
         for begin, scored in evaluate.windows(count, length, shared):
             assert scored - begin >= (shared if begin else 1)
@@ -366,7 +516,9 @@ def test_each_token_is_scored_once_from_enough_context():
 def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
     """And the perplexity per word that comes of them, too: to 1e-9 that of a plain loop over the same logits."""
     torch.manual_seed(1)
-    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 1)  # products of several windows at once round otherwise
+    monkeypatch.setattr(
+        evaluate, "BATCH_TOKENS", 1
+    )  # products of several windows at once round otherwise
     model, text = build_model(short()).eval(), torch.randint(0, 400, (150,))
     total, done = 0.0, 1
     with torch.no_grad():
@@ -402,7 +554,9 @@ def test_neighbours_of_a_short_length_share_a_third_of_it():
     """Of lengths for which the preset's own would be more than half; the others keep it, and their runs their names."""
     questions, text = {128: 42, 129: 43, 255: 85, 256: 128, 512: 128}, {96: 32, 128: 64, 16_384: 64}
     for row, preset, strides in (("A1", "sizing", questions), ("L1", "lm-sizing", text)):
-        assert {length: lengthened(row, preset, length).preset.stride for length in strides} == strides
+        assert {
+            length: lengthened(row, preset, length).preset.stride for length in strides
+        } == strides
 
 
 def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):

@@ -22,8 +22,18 @@ from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
 def decoder(dropout=0.0, seed=0):
     torch.manual_seed(seed)
-    config = GPT2Config(vocab_size=96, n_layer=2, n_embd=32, n_head=4, n_positions=24, bos_token_id=0, eos_token_id=0)
-    config.update(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout) | {"use_cache": False})
+    config = GPT2Config(
+        vocab_size=96,
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_positions=24,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    config.update(
+        dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout) | {"use_cache": False}
+    )
     model = AutoModelForCausalLM.from_config(config, attn_implementation="unmasked")
     model.loss_type = "ForCausalLM"
     return model.train()
@@ -40,7 +50,9 @@ def with_fused_pass(model, variant):
 def losses_and_gradients(run, model, inputs):
     loss = run(**inputs)
     loss.backward()
-    return {"loss": loss.detach()} | {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    return {"loss": loss.detach()} | {
+        name: parameter.grad.clone() for name, parameter in model.named_parameters()
+    }
 
 
 @pytest.fixture
@@ -53,14 +65,20 @@ def windows():
 def test_the_fused_pass_is_transformers_own(windows, variant):
     native, fused = decoder(), with_fused_pass(decoder(), variant)
     blocks.use_sigmoid_gelu(fused)
-    wanted, found = (losses_and_gradients(LossOf(model), model, windows) for model in (native, fused))
+    wanted, found = (
+        losses_and_gradients(LossOf(model), model, windows) for model in (native, fused)
+    )
     in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
     for each in (found, in_parts):
         torch.testing.assert_close(each.pop("loss"), wanted["loss"], rtol=1e-6, atol=0)
-        torch.testing.assert_close(each, {name: wanted[name] for name in each}, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            each, {name: wanted[name] for name in each}, rtol=1e-4, atol=1e-6
+        )
     native.eval(), fused.eval()
     assert fused.state_dict().keys() >= native.state_dict().keys()
-    torch.testing.assert_close(fused(windows["input_ids"]).logits, native(windows["input_ids"]).logits)
+    torch.testing.assert_close(
+        fused(windows["input_ids"]).logits, native(windows["input_ids"]).logits
+    )
 
 
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
@@ -77,7 +95,11 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
 
 def test_what_calls_layers_one_by_one_or_adapts_those_that_are_fused_is_refused():
     refused("take attention 'sdpa", blocks.check_fused_decoder, Settings(attention="eager"))
-    refused("take parallel 'none", blocks.check_fused_decoder, Settings(attention="sdpa", parallel="fsdp2"))
+    refused(
+        "take parallel 'none",
+        blocks.check_fused_decoder,
+        Settings(attention="sdpa", parallel="fsdp2"),
+    )
     model = decoder()
     blocks.use_sigmoid_gelu(model)
     refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
@@ -92,26 +114,44 @@ def test_the_kernel_leaves_the_gradient_in_place_of_the_logits(tokens, words, bl
     targets[1], targets[-1] = 0, words - 1
     logits = 3 * torch.randn(tokens, words, device=DEVICE)
     wide = logits.double().requires_grad_()
-    loss = torch.nn.functional.cross_entropy(wide, targets, ignore_index=lce.IGNORED, reduction="none")
+    loss = torch.nn.functional.cross_entropy(
+        wide, targets, ignore_index=lce.IGNORED, reduction="none"
+    )
     (wanted,) = torch.autograd.grad(loss.sum() * 0.25, wide)
     losses, scale = torch.empty(tokens, device=DEVICE), torch.tensor(0.25, device=DEVICE)
     scaled = torch.empty_like(logits)  # in place of what is in 8-bit floats
     lce.loss_kernel[(tokens,)](
-        logits, scaled, targets, scale, losses, WORDS=words, IGNORED=lce.IGNORED, FACTOR=8.0, BLOCK=block, num_warps=1
+        logits,
+        scaled,
+        targets,
+        scale,
+        losses,
+        WORDS=words,
+        IGNORED=lce.IGNORED,
+        FACTOR=8.0,
+        BLOCK=block,
+        num_warps=1,
     )
     torch.testing.assert_close(losses.double(), loss.detach(), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits.double(), wanted, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(scaled * 0.25, 8 * logits, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.skipif(DEVICE.type == "cpu" or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with 8 bits")
+@pytest.mark.skipif(
+    DEVICE.type == "cpu" or torch.cuda.get_device_capability() < (8, 9), reason="no GPU with 8 bits"
+)
 def test_in_8_bits_the_small_terms_of_a_hidden_states_gradient_are_not_lost():
     torch.manual_seed(0)
     weight = torch.randn(16384, 64, device=DEVICE).mul(0.02).add(0.01).bfloat16()
-    hidden, targets = torch.randn(256, 64, device=DEVICE).bfloat16() / 64, torch.randint(16384, (256,), device=DEVICE)
+    hidden, targets = (
+        torch.randn(256, 64, device=DEVICE).bfloat16() / 64,
+        torch.randint(16384, (256,), device=DEVICE),
+    )
 
     def mean_gradient(in_fp8):
-        _, grad = with_gradients(lambda x: lce.linear_cross_entropy(x, weight, targets, in_fp8), [hidden], None)
+        _, grad = with_gradients(
+            lambda x: lce.linear_cross_entropy(x, weight, targets, in_fp8), [hidden], None
+        )
         return grad.float().mean(0)
 
     assert relative(mean_gradient(True), mean_gradient(False)) < 0.2  # of fast sums it is about 1
@@ -139,14 +179,18 @@ def test_the_plain_gpt2_is_transformers_own(windows):
 
 
 def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch):
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", lambda *_: None)  # it would hide a factor
+    monkeypatch.setattr(
+        torch.nn.utils, "clip_grad_norm_", lambda *_: None
+    )  # it would hide a factor
     peer = GPT2(decoder(), 0.0)
     wanted = losses_and_gradients(peer, peer, windows)
     peer.zero_grad()
     step = PlainStep(peer, "fp32", "none", rate=0.0)
     monkeypatch.setattr(step.optimizer, "zero_grad", lambda **_: None)
     parts = [{name: ids[row : row + 1] for name, ids in windows.items()} for row in range(3)]
-    found = {"loss": step(parts)} | {name: parameter.grad for name, parameter in peer.named_parameters()}
+    found = {"loss": step(parts)} | {
+        name: parameter.grad for name, parameter in peer.named_parameters()
+    }
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-6)
 
 
@@ -164,7 +208,9 @@ def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(wi
 
 def reader(seed=0):
     torch.manual_seed(seed)
-    return without_dropout(AutoModelForQuestionAnswering.from_config(BertConfig(**TINY_CONFIG, vocab_size=50)))
+    return without_dropout(
+        AutoModelForQuestionAnswering.from_config(BertConfig(**TINY_CONFIG, vocab_size=50))
+    )
 
 
 def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
@@ -186,5 +232,7 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
 
 
 def test_a_model_without_a_rival_is_told(tmp_path):
-    spec = dataclasses.replace(planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path))
+    spec = dataclasses.replace(
+        planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path)
+    )
     refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)

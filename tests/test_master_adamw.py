@@ -35,7 +35,9 @@ def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
     torch.manual_seed(0)
     parameters = [torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in SHAPES]
     copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
-    ours = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=moments)
+    ours = MasterAdamW(
+        parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=moments
+    )
     theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
     for step in range(20):
         torch.manual_seed(step)
@@ -46,8 +48,12 @@ def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
         ours.step()
         theirs.step()
     masters = masters_of(ours)
-    torch.testing.assert_close(masters, [copy.detach() for copy in copies], rtol=1e-5, atol=tolerance)
-    assert all(map(torch.equal, parameters, (one.to(dtype) for one in masters))), "no tie among these"
+    torch.testing.assert_close(
+        masters, [copy.detach() for copy in copies], rtol=1e-5, atol=tolerance
+    )
+    assert all(map(torch.equal, parameters, (one.to(dtype) for one in masters))), (
+        "no tie among these"
+    )
 
 
 def drawn_state(moments, dtype, shapes):
@@ -56,12 +62,18 @@ def drawn_state(moments, dtype, shapes):
     weights = [torch.randn(shape, device=DEVICE).to(dtype) for shape in shapes]
     grads = [torch.randn_like(weight) for weight in weights]
     kind = module.LOW_TYPES[dtype]
-    rests = [(torch.rand(w.shape, device=DEVICE) * (20_000 if kind == torch.int16 else 0.5)).to(kind) for w in weights]
+    rests = [
+        (torch.rand(w.shape, device=DEVICE) * (20_000 if kind == torch.int16 else 0.5)).to(kind)
+        for w in weights
+    ]
     kinds = (torch.randn, torch.rand) if moments != CODES else (partial(torch.randint, 256),) * 2
     means, squares = ([draw(w.shape, device=DEVICE).to(moments) for w in weights] for draw in kinds)
     blocks = [-(-w.numel() // 1024) if moments == CODES else 0 for w in weights]
     scales = [torch.rand(count, 2, device=DEVICE) for count in blocks]
-    firsts = [torch.tensor(10**7 * number, dtype=torch.int32, device=DEVICE) for number in range(len(shapes))]
+    firsts = [
+        torch.tensor(10**7 * number, dtype=torch.int32, device=DEVICE)
+        for number in range(len(shapes))
+    ]
     return weights, grads, rests, means, squares, scales, firsts
 
 
@@ -82,12 +94,18 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
         run(*columns, *SCALARS, 0.9, 0.999, 1e-8, skip)
     one, other = (list(map(master_of, state[0], state[2])) for state in (found, wanted))
     torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
-    ours, plain = (torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted))
-    if moments == CODES:  # one code away, in few places, and scales that are equal but for their last bit
+    ours, plain = (
+        torch.cat([t.flatten() for t in state[3] + state[4]]) for state in (found, wanted)
+    )
+    if (
+        moments == CODES
+    ):  # one code away, in few places, and scales that are equal but for their last bit
         assert (ours.int() - plain.int()).abs().max() <= 1
         torch.testing.assert_close(torch.cat(found[5]), torch.cat(wanted[5]), rtol=1e-6, atol=0)
     else:
-        torch.testing.assert_close(ours, plain, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7)
+        torch.testing.assert_close(
+            ours, plain, rtol=1e-6 if moments == torch.float32 else 2**-7, atol=1e-7
+        )
     assert moments == torch.float32 or (ours != plain).float().mean() < 0.02
     assert all(map(torch.equal, found[0], before[0])) == bool(skips)
 
@@ -96,7 +114,9 @@ def test_the_kernel_is_the_plain_update(moments, dtype, skips):
 def test_the_kernel_rounds_as_the_plain_update_does():
     """Ties and carries, for gradients that are 0; and what is not a number stays none."""
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF])
-    upper_half = torch.arange(0x0080, 0x7F00)  # of bf16 the interpreter casts subnormal numbers wrongly
+    upper_half = torch.arange(
+        0x0080, 0x7F00
+    )  # of bf16 the interpreter casts subnormal numbers wrongly
     master = ((upper_half[:, None] << 16) + lower).to(torch.int32).view(torch.float32).flatten()
     master = torch.cat([master, -master, torch.tensor([torch.inf])])
     nearest = upper(master, 0x8000)
@@ -104,7 +124,9 @@ def test_the_kernel_rounds_as_the_plain_update_does():
     zeros = torch.zeros_like(master)
     found = []
     for run in (module._update_by_kernel, update_all):
-        state = [t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)]
+        state = [
+            t.clone().to(DEVICE) for t in (nearest.bfloat16(), zeros.bfloat16(), rest, zeros, zeros)
+        ]
         state[1][0] = torch.nan
         state += [zeros[:0].to(DEVICE), torch.tensor(0, dtype=torch.int32, device=DEVICE)]
         run(*[[t] for t in state], *SCALARS, 0.9, 0.999, 1e-8, None)
@@ -120,18 +142,26 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
 
     def note(kernel, grid, *arguments, **options):
         def like(argument):
-            return tuple(map(like, argument)) if isinstance(argument, tuple) else getattr(argument, "dtype", argument)
+            return (
+                tuple(map(like, argument))
+                if isinstance(argument, tuple)
+                else getattr(argument, "dtype", argument)
+            )
 
         started.append((kernel, grid, like(arguments), options))
 
     monkeypatch.setattr(module, "launch", note)
     columns = drawn_state(torch.bfloat16, dtype, MANY)
     parameters = [torch.nn.Parameter(weight) for weight in columns[0]]
-    MasterAdamW(parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16)._compile_kernels(parameters)
+    MasterAdamW(
+        parameters, torch.tensor(1e-3, device=DEVICE), 1.0, torch.bfloat16
+    )._compile_kernels(parameters)
     ahead = started[-4:]
     started.clear()
     module._norm_by_kernel(list(columns[1]))
-    module._update_by_kernel(*columns, *SCALARS, 0.9, 0.999, 1e-8, SCALARS[0] if dtype == torch.float16 else None)
+    module._update_by_kernel(
+        *columns, *SCALARS, 0.9, 0.999, 1e-8, SCALARS[0] if dtype == torch.float16 else None
+    )
     assert ahead == started and len(started) == 4
 
 
@@ -155,9 +185,16 @@ def after_steps(grads, captures):
     """Parameters, masters and step count after a step on each of these gradients, the fifth of which overflows where
     the loss has a scale, as in fp16; captured in the fourth, or never."""
     torch.manual_seed(0)
-    parameters = [torch.nn.Parameter(torch.randn(grad.shape, device=DEVICE).to(grad.dtype)) for grad in grads[0]]
-    optimizer = MasterAdamW(parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=torch.bfloat16)
-    scaler = torch.amp.GradScaler("cuda", enabled=grads[0][0].dtype == torch.float16, init_scale=64.0)
+    parameters = [
+        torch.nn.Parameter(torch.randn(grad.shape, device=DEVICE).to(grad.dtype))
+        for grad in grads[0]
+    ]
+    optimizer = MasterAdamW(
+        parameters, lr=torch.tensor(1e-2, device=DEVICE), max_norm=3.0, moments=torch.bfloat16
+    )
+    scaler = torch.amp.GradScaler(
+        "cuda", enabled=grads[0][0].dtype == torch.float16, init_scale=64.0
+    )
     scaler.scale(torch.ones((), device=DEVICE))  # makes the scale's tensor
     inputs, graph = [torch.empty_like(p) for p in parameters], torch.cuda.CUDAGraph()
 
@@ -193,12 +230,16 @@ def test_weight_and_rest_are_the_master_for_every_weight():
     """All upper halves of fp32, with lower halves on both sides of every border: of both signs, carries into the
     exponent, subnormal numbers, zeros and infinities."""
     lower = torch.tensor([0, 1, 2, 0x7FFE, 0x7FFF, 0x8000, 0x8001, 0xFFFE, 0xFFFF])
-    master = ((torch.arange(-(2**15), 2**15)[:, None] << 16) + lower).to(torch.int32).view(torch.float32)
+    master = (
+        ((torch.arange(-(2**15), 2**15)[:, None] << 16) + lower).to(torch.int32).view(torch.float32)
+    )
     master = master[~master.isnan()]
     nearest = upper(master, 0x8000)
     weight, distance = nearest.bfloat16(), master.view(torch.int32) - nearest.view(torch.int32)
     assert torch.equal(weight.float(), nearest) and distance.abs().max() == 2**15
-    assert torch.equal(master_of(weight, distance.to(torch.int16)).view(torch.int32), master.view(torch.int32))
+    assert torch.equal(
+        master_of(weight, distance.to(torch.int16)).view(torch.int32), master.view(torch.int32)
+    )
     # Where two weights are equally near, it is the larger one.
     tie = master.view(torch.int32) & 0xFFFF == 0x8000
     assert torch.equal(weight[~tie], master.bfloat16()[~tie])
@@ -239,7 +280,9 @@ def test_the_scale_of_the_loss_is_taken_off_and_an_overflow_changes_nothing():
 
 def test_what_is_not_a_number_stays_none():
     """GPUs make the one with all bits set, to which no rounding may be added."""
-    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(torch.float32)
+    nans = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).view(
+        torch.float32
+    )
     for addend in (0x8000, 0xFFFF):
         assert upper(nans, addend).isnan().all()
 
@@ -259,12 +302,16 @@ def test_rounding_at_random_is_right_on_average(sign, share):
         for addend in drawn(value):
             found = (upper(value, addend).abs() - below) * 128
             assert set(found.tolist()) <= {0.0, 1.0}
-            assert found.mean().item() == pytest.approx(share, abs=5 * (share * (1 - share) / len(value)) ** 0.5 + 1e-3)
+            assert found.mean().item() == pytest.approx(
+                share, abs=5 * (share * (1 - share) / len(value)) ** 0.5 + 1e-3
+            )
 
 
 def test_steps_moments_and_parameters_have_random_bits_of_their_own():
     value = torch.empty(10_000)
-    found = torch.stack([half for own in ((1, 0), (2, 0), (3, 0), (1, 10_000)) for half in drawn(value, *own)]).float()
+    found = torch.stack(
+        [half for own in ((1, 0), (2, 0), (3, 0), (1, 10_000)) for half in drawn(value, *own)]
+    ).float()
     related = torch.corrcoef(found) - torch.eye(len(found))
     assert related.abs().max() < 5 / len(value) ** 0.5
     assert torch.equal(drawn(value)[0], found[0].int()), "a function of step and element"
@@ -273,7 +320,9 @@ def test_steps_moments_and_parameters_have_random_bits_of_their_own():
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
     """As in fp32, on average; rounded to nearest it would keep the value that it had."""
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-5), max_norm=torch.inf, moments=torch.bfloat16)
+    optimizer = MasterAdamW(
+        [parameter], lr=torch.tensor(1e-5), max_norm=torch.inf, moments=torch.bfloat16
+    )
     square = optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)
     assert (square.float() * 0.999).bfloat16().eq(square).all()
     parameter.grad = torch.zeros_like(parameter)
@@ -289,7 +338,11 @@ def test_codes_of_8_bits_are_right_on_average_over_sixteen_octaves(cut):
     bits = torch.randint(2**16, x.shape, dtype=torch.int32)
     codes, scale = eight_bit.encode(x, bits, cut)
     value = eight_bit.decode(codes, scale, cut)
-    assert codes.min() == 0 and codes.max() == 2 ** (27 - cut) - 1 and (value.max() / 3.7 - 1).abs() < 1e-6
+    assert (
+        codes.min() == 0
+        and codes.max() == 2 ** (27 - cut) - 1
+        and (value.max() / 3.7 - 1).abs() < 1e-6
+    )
     wanted = x[0] > 3.7 * 2.0**-15
     apart = 2.0 ** (cut - 23)  # of neighbours, as a share of them
     assert ((value - x).abs() < 1.01 * apart * x)[:, wanted].all()
@@ -302,7 +355,9 @@ def test_codes_of_8_bits_are_right_on_average_over_sixteen_octaves(cut):
 
 def test_a_root_of_8_bits_is_never_rounded_to_zero():
     parameter = torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))
-    optimizer = MasterAdamW([parameter], lr=torch.tensor(1e-3), max_norm=torch.inf, moments=torch.uint8)
+    optimizer = MasterAdamW(
+        [parameter], lr=torch.tensor(1e-3), max_norm=torch.inf, moments=torch.uint8
+    )
     parameter.grad = torch.tensor([1.0, 0.0] + [1e-7] * 1998).bfloat16()
     for _ in range(20):
         optimizer.step()

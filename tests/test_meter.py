@@ -26,7 +26,9 @@ def nvml(monkeypatch):
     nvml.nvmlDeviceGetTotalEnergyConsumption.return_value = 1000.0
     nvml.nvmlDeviceGetUtilizationRates.return_value = BUSY
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="a-uuid"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="a-uuid")
+    )
     for name in ("synchronize", "reset_peak_memory_stats"):
         monkeypatch.setattr(torch.cuda, name, lambda: None)
     monkeypatch.setattr(meters, "Stopwatch", lambda _: clock(torch.device("cpu")))
@@ -70,7 +72,9 @@ def test_an_energy_counter_that_falls_silent_ends_the_energy_and_not_the_run(nvm
 
 
 @pytest.mark.parametrize(("looks", "samples"), [(9, 4 * [0.75]), (2, 2 * [0.75]), (0, [])])
-def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(looks, samples, nvml):
+def test_the_own_gpu_is_asked_after_each_measured_stretch_until_it_falls_silent(
+    looks, samples, nvml
+):
     nvml.nvmlDeviceGetUtilizationRates.side_effect = [BUSY] * looks + [LOST] * 9
     meter = meters.Meter(GPU, warm_up=1)
     for _ in range(5):  # the first is the warm-up
@@ -85,7 +89,9 @@ def test_masters_beside_the_model_are_memory_of_the_optimizer():
     """As DeepSpeed has them: the optimizer updates copies in fp32, and not the model's parameters."""
     model = torch.nn.Linear(1024, 1024, bias=False).bfloat16()
     own, copied = (torch.optim.SGD([p]) for p in (model.weight, model.weight.detach().float()))
-    view = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])  # a share, as P-zero1 has it
+    view = torch.optim.SGD(
+        [torch.nn.Parameter(model.weight.detach()[:512])]
+    )  # a share, as P-zero1 has it
     found = [meters.memory_use(model, each, torch.device("cpu")) for each in (own, view, copied)]
     assert [each.optimizer_mib for each in found] == [0.0, 0.0, 4.0]
     now = psutil.Process().memory_info().rss / 2**20

@@ -27,7 +27,9 @@ httpx = importlib.import_module(type(default_client_factory()).__module__.partit
 def finished(row="A1", preset="smoke", **quality) -> tuple:
     """A spec, and the record of it that has run."""
     spec = planned(row, preset, machine=Machine(compiler=True))
-    entry = record.new_record(spec, {"gpu": "NVIDIA H200", "torch": "2.13.0", "transformers": "5.23.0"})
+    entry = record.new_record(
+        spec, {"gpu": "NVIDIA H200", "torch": "2.13.0", "transformers": "5.23.0"}
+    )
     entry["quality"] |= quality or {"exact": 77.5, "f1": 81.25, "n": 40}
     entry["time"] |= {"steps": 1200, "train_s": 114.0}
     entry["energy"]["joules_per_sample"] = 0.25
@@ -57,11 +59,23 @@ def run_dir(kept, tmp_path):
 def test_a_card_says_what_was_trained_how(kept):
     card = ModelCard.load(kept / "model" / "README.md")
     metadata = card.data.to_dict()
-    assert (metadata["pipeline_tag"], metadata["library_name"]) == ("question-answering", "transformers")
+    assert (metadata["pipeline_tag"], metadata["library_name"]) == (
+        "question-answering",
+        "transformers",
+    )
     scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
     assert scores == {"exact_match": 77.5, "f1": 81.25}
-    assert card.data.base_model is None and card.data.datasets is None  # tiny and synthetic:40 are not of the hub
-    for words in ("LoRA r=32", "1 × NVIDIA H200", "1.9 min of training", "0.25 J", "57,474 were", "generated"):
+    assert (
+        card.data.base_model is None and card.data.datasets is None
+    )  # tiny and synthetic:40 are not of the hub
+    for words in (
+        "LoRA r=32",
+        "1 × NVIDIA H200",
+        "1.9 min of training",
+        "0.25 J",
+        "57,474 were",
+        "generated",
+    ):
         assert words in card.text
 
 
@@ -86,7 +100,9 @@ def test_a_language_models_card_has_its_own_words(tmp_path):
 def test_the_lines_of_a_card_load_the_model_and_answer(kept, monkeypatch, capsys):
     """That it is the model that was trained, with its adapters merged, test_architectures says."""
     monkeypatch.chdir(kept / "model")
-    (code,) = re.findall(r"```python\n(.*?)```", (kept / "model" / "README.md").read_text(), re.DOTALL)
+    (code,) = re.findall(
+        r"```python\n(.*?)```", (kept / "model" / "README.md").read_text(), re.DOTALL
+    )
     exec(code, {})
     assert capsys.readouterr().out.endswith("\n")
 
@@ -133,12 +149,16 @@ class Hub:
     def model(self, name):
         if name not in self.repos:
             return httpx.Response(404)  # what else its library asks on its own
-        return httpx.Response(200, json={"id": name, "private": self.repos[name]["private"], "siblings": []})
+        return httpx.Response(
+            200, json={"id": name, "private": self.repos[name]["private"], "siblings": []}
+        )
 
     def create(self, _, asked):
         name = f"{asked['organization']}/{asked['name']}"
         if name in self.repos:
-            return httpx.Response(409, json={"error": "You already created this model repo", "url": name})
+            return httpx.Response(
+                409, json={"error": "You already created this model repo", "url": name}
+            )
         private = asked.get("private", asked.get("visibility") == "private")
         self.repos[name] = {"private": private, "files": {}}
         return httpx.Response(200, json={"url": f"{self.url}/{name}"})
@@ -148,13 +168,18 @@ class Hub:
         return httpx.Response(400 if bad else 200, json={"errors": bad, "warnings": []})
 
     def preupload(self, _, asked):
-        modes = [{"path": f["path"], "uploadMode": "regular", "shouldIgnore": False} for f in asked["files"]]
+        modes = [
+            {"path": f["path"], "uploadMode": "regular", "shouldIgnore": False}
+            for f in asked["files"]
+        ]
         return httpx.Response(200, json={"files": modes})
 
     def commit(self, repo, _, *files):
         for value in (file["value"] for file in files):
             self.repos[repo]["files"][value["path"]] = base64.b64decode(value["content"])
-        return httpx.Response(200, json={"commitUrl": f"{self.url}/{repo}/commit/{'a' * 40}", "commitOid": "a" * 40})
+        return httpx.Response(
+            200, json={"commitUrl": f"{self.url}/{repo}/commit/{'a' * 40}", "commitOid": "a" * 40}
+        )
 
 
 @pytest.fixture
@@ -162,7 +187,11 @@ def hub(monkeypatch):
     hub = Hub()
     set_client_factory(lambda: httpx.Client(transport=httpx.MockTransport(hub)))
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    for name, value in (("ENDPOINT", hub.url), ("HF_HUB_OFFLINE", False), ("HF_HUB_DISABLE_XET", True)):
+    for name, value in (
+        ("ENDPOINT", hub.url),
+        ("HF_HUB_OFFLINE", False),
+        ("HF_HUB_DISABLE_XET", True),
+    ):
         monkeypatch.setattr(constants, name, value)
     yield hub
     set_client_factory(default_client_factory)
@@ -171,7 +200,9 @@ def hub(monkeypatch):
 def test_a_push_brings_every_file(kept, hub, typed):
     assert typed("push", kept, "me/bert-squad") == f"{hub.url}/me/bert-squad\n"
     repo, folder = hub.repos["me/bert-squad"], kept / "model"
-    assert repo["private"] and repo["files"] == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert repo["private"] and repo["files"] == {
+        path.name: path.read_bytes() for path in folder.iterdir()
+    }
 
 
 def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hub, typed):
@@ -184,7 +215,9 @@ def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hu
     typed("push --public", run_dir, "me/two")
     assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
     (run_dir / "model" / "new.txt").write_text("new")
-    assert "error: me/two is public: --add --public" in typed("push --add", run_dir, "me/two", code=2)
+    assert "error: me/two is public: --add --public" in typed(
+        "push --add", run_dir, "me/two", code=2
+    )
     assert "new.txt" not in hub.repos["me/two"]["files"]
     typed("push --add --public", run_dir, "me/two")
     assert "new.txt" in hub.repos["me/two"]["files"]
@@ -219,4 +252,6 @@ def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, type
     record.finish(run_dir, record.read_record(run_dir), "killed")
     assert "it has ended as 'killed'" in told(run_dir, "me/bert")
     shutil.rmtree(run_dir / "model")
-    assert "no model/ in it; a run keeps its model at a preset that measures quality" in told(run_dir, "me/bert")
+    assert "no model/ in it; a run keeps its model at a preset that measures quality" in told(
+        run_dir, "me/bert"
+    )

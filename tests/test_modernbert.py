@@ -22,7 +22,12 @@ from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
-LENGTHS = (50, 7, 33, 80)  # of samples: within the window of a token, around it and several times as long
+LENGTHS = (
+    50,
+    7,
+    33,
+    80,
+)  # of samples: within the window of a token, around it and several times as long
 ENDS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 
 
@@ -34,7 +39,10 @@ def folder(tmp_path_factory):
 def built(folder, attention: str, **changes):
     """The model of a folder with more layers than it has, of every kind; its weights are random."""
     config = AutoConfig.from_pretrained(folder)
-    config.num_hidden_layers, config.layer_types = 4, ["full_attention", *["sliding_attention"] * 2, "full_attention"]
+    config.num_hidden_layers, config.layer_types = (
+        4,
+        ["full_attention", *["sliding_attention"] * 2, "full_attention"],
+    )
     config.update(changes)
     torch.manual_seed(1)
     return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention).eval()
@@ -43,7 +51,9 @@ def built(folder, attention: str, **changes):
 def packed_logits(model, samples):
     """Start and end logits [2, tokens] of samples in one sequence."""
     inputs = torch.cat(samples)[None], torch.cat([torch.arange(n) for n in LENGTHS])[None], ENDS
-    found = Packed(model, [max(LENGTHS)] * len(LENGTHS))(*inputs, *torch.ones(2, len(LENGTHS), dtype=torch.int64))
+    found = Packed(model, [max(LENGTHS)] * len(LENGTHS))(
+        *inputs, *torch.ones(2, len(LENGTHS), dtype=torch.int64)
+    )
     return torch.cat([found.start_logits, found.end_logits])
 
 
@@ -52,15 +62,23 @@ def test_packed_logits_are_those_of_transformers_own_for_each_sample(other, fold
     samples, own = [torch.randint(5, 100, (n,)) for n in LENGTHS], built(folder, other)
     packed = packed_logits(built(folder, attention_name("block-diagonal")), samples)
     alone = [own(sample[None]) for sample in samples]
-    wanted = torch.stack([torch.cat([one[name][0] for one in alone]) for name in ("start_logits", "end_logits")])
+    wanted = torch.stack(
+        [torch.cat([one[name][0] for one in alone]) for name in ("start_logits", "end_logits")]
+    )
     assert packed.std() > 0.1
     torch.testing.assert_close(packed, wanted, atol=1e-5, rtol=0)
     # A window of another size, other angles in either kind of layer, or none of both would have been seen.
     angles = copy.deepcopy(own.config.rope_parameters)
     angles["sliding_attention"]["rope_theta"] *= 4
-    for changes in ({"local_attention": 18}, {"local_attention": 1024}, {"rope_parameters": angles}):
+    for changes in (
+        {"local_attention": 18},
+        {"local_attention": 1024},
+        {"rope_parameters": angles},
+    ):
         with torch.no_grad():
-            changed = packed_logits(built(folder, attention_name("block-diagonal"), **changes), samples)
+            changed = packed_logits(
+                built(folder, attention_name("block-diagonal"), **changes), samples
+            )
         assert (changed - packed).abs().max() > 1e-3
 
 
@@ -88,7 +106,9 @@ def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path
     save_model(model, data.tokenizer, tmp_path / "model")
     again = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
     ids = torch.randint(5, 100, (2, 60))
-    torch.testing.assert_close(again(ids).start_logits, model.eval()(ids).start_logits, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        again(ids).start_logits, model.eval()(ids).start_logits, atol=1e-5, rtol=1e-5
+    )
     assert ask(tmp_path / "model", "who came ?", "then alice baker came .")["nbest"]
 
 
@@ -98,8 +118,14 @@ def test_what_pretraining_has_left_is_its_head_and_what_it_lacks_is_new(folder, 
     model = build_model(planned("B1", model=str(tmp_path)))
     assert torch.equal(model.head.dense.weight, pretrained.head.dense.weight)
     assert not caplog.messages
-    assert all(parameter.requires_grad for module in heads_of(model) for parameter in module.parameters())
-    trained = {name.split(".lora_")[0].rpartition(".")[2] for name, p in model.named_parameters() if p.requires_grad}
+    assert all(
+        parameter.requires_grad for module in heads_of(model) for parameter in module.parameters()
+    )
+    trained = {
+        name.split(".lora_")[0].rpartition(".")[2]
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert trained == {"Wqkv", "weight", "bias"}, "adapters, and what is above the layers"
 
 
@@ -119,7 +145,10 @@ def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
     assert not any(skipped[name] for name in NEEDED)
     if kind == "modernbert":
         assert skipped["B2"] == "does not fit modernbert: it has no biases to train"
-        assert skipped["E-qkv"] == "does not fit modernbert: its query, key and value are one linear layer already"
+        assert (
+            skipped["E-qkv"]
+            == "does not fit modernbert: its query, key and value are one linear layer already"
+        )
         assert "a window around each token" in skipped["E-packed-efficient"]
     else:
         assert skipped["B2"] == skipped["E-packed-efficient"] == ""
@@ -133,7 +162,9 @@ def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folde
 
 def test_what_architectures_lack_is_of_those_in_the_table_and_of_settings_that_variants_have():
     named = {kind for lack in LACKS for kind in lack["architectures"].split()}
-    assert named == {kind for kind in ENCODERS if any(lacking(row.settings, kind) for row in VARIANTS.values())}
+    assert named == {
+        kind for kind in ENCODERS if any(lacking(row.settings, kind) for row in VARIANTS.values())
+    }
     assert all(lack["architectures"] for lack in LACKS) and "bert" not in named
 
 
@@ -150,5 +181,7 @@ def test_arithmetic_of_attention_counts_a_window_where_there_is_one(folder):
         place = torch.arange(n)
         pairs = ((place[:, None] - place).abs() <= 8).sum().item()
         full, seen = (StepFlops(model).flops(n, n**2) for model in (whole, local))
-        saved = 3 * 4 * 2 * 64 * (n**2 - pairs)  # of two layers of width 64, and twice as much in the backward pass
+        saved = (
+            3 * 4 * 2 * 64 * (n**2 - pairs)
+        )  # of two layers of width 64, and twice as much in the backward pass
         assert full - seen == pytest.approx(saved if n > 17 else 0, rel=0.01)

@@ -20,7 +20,12 @@ WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
 
 
 def model_of(precision="bf16", row="L-qlora"):
-    words = {"data": "synthetic:1", "model": "gpt2:L2H128V512", "micro_batch": 4, "machine": gpu_of(90)}
+    words = {
+        "data": "synthetic:1",
+        "model": "gpt2:L2H128V512",
+        "micro_batch": 4,
+        "machine": gpu_of(90),
+    }
     return build_model(planned(row, "lm-quality", {"precision": precision}, **words))
 
 
@@ -57,7 +62,9 @@ def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
     from bitsandbytes.nn import Params4bit
 
     weight = (layer.weight.T if small.transposed else layer.weight).detach().contiguous()
-    theirs = Params4bit(weight, requires_grad=False, quant_type="nf4", compress_statistics=False).to("cpu")
+    theirs = Params4bit(
+        weight, requires_grad=False, quant_type="nf4", compress_statistics=False
+    ).to("cpu")
     assert torch.equal(theirs.data, small.weight)
     assert torch.equal(theirs.quant_state.absmax, small.scales.view(torch.float32))
 
@@ -68,8 +75,12 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
     x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1]).to(compute)
     bias = 0 if layer.bias is None else layer.bias.to(compute)
     weight = small.wide().to(compute)
-    expected, wanted = with_gradients(lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad)
-    torch.testing.assert_close(with_gradients(small, [x], grad), [expected, wanted.float()], atol=0, rtol=0)
+    expected, wanted = with_gradients(
+        lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad
+    )
+    torch.testing.assert_close(
+        with_gradients(small, [x], grad), [expected, wanted.float()], atol=0, rtol=0
+    )
     with torch.autocast("cpu", torch.bfloat16 if compute == torch.float16 else torch.float16):
         assert torch.equal(small(x), expected), "whatever a surrounding autocast says"
 
@@ -78,9 +89,14 @@ def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
 def test_inputs_of_another_width_are_refused(width):
     """On a GPU bitsandbytes would read on, or stop short."""
     small = NF4Linear(torch.nn.Linear(*WIDTHS), torch.float32)
-    with pytest.raises(RuntimeError, match=f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"):
+    with pytest.raises(
+        RuntimeError, match=f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"
+    ):
         small(torch.randn(2, width))
-    with FakeTensorMode(allow_non_fake_inputs=True), pytest.raises(RuntimeError, match="no matrix of"):
+    with (
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(RuntimeError, match="no matrix of"),
+    ):
         small(torch.randn(2, width))
 
 
@@ -89,15 +105,21 @@ def test_the_layer_of_before_comes_back(layer, small):
     assert type(back) is type(layer) and torch.allclose(back(x), small(x), atol=1e-5)
     delta = torch.randn(WIDTHS[1], WIDTHS[0])
     back = native(NF4Linear(layer, torch.bfloat16), delta)
-    assert torch.equal(back.weight.T if small.transposed else back.weight, small.wide() + delta), "in fp32"
+    assert torch.equal(back.weight.T if small.transposed else back.weight, small.wide() + delta), (
+        "in fp32"
+    )
 
 
 def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
     small = NF4Linear(layer, torch.bfloat16)
-    assert (small.weight.nbytes + small.scales.nbytes) * 8 / (WIDTHS[0] * WIDTHS[1]) == pytest.approx(4 + 32 / 64)
+    assert (small.weight.nbytes + small.scales.nbytes) * 8 / (
+        WIDTHS[0] * WIDTHS[1]
+    ) == pytest.approx(4 + 32 / 64)
     assert not small.weight.requires_grad and not small.scales.requires_grad
     before = small.wide()
-    assert torch.equal(small.half().wide(), before), "a model in half precision leaves the scales as they are"
+    assert torch.equal(small.half().wide(), before), (
+        "a model in half precision leaves the scales as they are"
+    )
 
 
 def test_only_bytes_are_kept_for_the_backward_pass(small):
@@ -130,11 +152,15 @@ def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeyp
 
     places = torch.randint(0, 16, (240, nf4.BLOCK))
     places[:, 0] = 15  # so that each block's scale is its largest weight
-    weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(160, 96)
+    weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(
+        160, 96
+    )
     layer = torch.nn.Linear(96, 160)
     layer.weight.data = weight
     small = NF4Linear(layer, torch.float32)
-    monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called"))
+    monkeypatch.setattr(
+        torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called")
+    )
     assert torch.allclose(small.wide(), weight, atol=1e-6)
 
 

@@ -38,7 +38,9 @@ def gpu_ops_without_a_gpu():
         return
 
     def laid(heads_first):
-        return heads_first.transpose(1, 2).contiguous().transpose(1, 2)  # in memory as the GPU's op returns it
+        return (
+            heads_first.transpose(1, 2).contiguous().transpose(1, 2)
+        )  # in memory as the GPU's op returns it
 
     def shares(query, key, bias, dropout, scale, seed):
         random = torch.rand(bias.shape, generator=torch.Generator().manual_seed(int(seed)))
@@ -50,12 +52,18 @@ def gpu_ops_without_a_gpu():
         lse = torch.full((*query.shape[:2], -(-query.shape[2] // 32) * 32), torch.nan)
         return laid((share * kept) @ value), lse, seed, seed.clone()
 
-    def backward(grad, query, key, value, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale):
-        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32, "which the kernel takes for granted"
+    def backward(
+        grad, query, key, value, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale
+    ):
+        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32, (
+            "which the kernel takes for granted"
+        )
         assert bias.dtype == query.dtype and bias.stride(-1) == 1 and bias.shape[-1] % 16 == 0
         share, kept = shares(query, key, bias, dropout, scale, seed)
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
-        return *map(laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)), bias.new_empty(0)
+        return *map(
+            laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)
+        ), bias.new_empty(0)
 
     stand_ins = library.Library("aten", "IMPL")
     stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
@@ -72,13 +80,19 @@ def samples():
 def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
     own = {"compile": "none"} | ({"attention": attention} if attention else {})
     own |= {"precision": "bf16"} if attention == "flash" else {}
-    return planned(variant, settings=own | (settings or {}), sizes={"steps": 8} | sizes, data="synthetic:200")
+    return planned(
+        variant, settings=own | (settings or {}), sizes={"steps": 8} | sizes, data="synthetic:200"
+    )
 
 
 def segments(kind, lengths, limits) -> Segments:
     """Of a row of segments of these lengths, for a kernel; one limit stands for all of them."""
     limits = limits if isinstance(limits, list) else [limits] * len(lengths)
-    ends = torch.tensor([0, *np.cumsum(limits if kind == "efficient" else lengths)], dtype=torch.int32, device=DEVICE)
+    ends = torch.tensor(
+        [0, *np.cumsum(limits if kind == "efficient" else lengths)],
+        dtype=torch.int32,
+        device=DEVICE,
+    )
     bias = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
     for begin, length in zip(ends, lengths, strict=False):
         bias[begin : begin + length] = 0
@@ -103,7 +117,9 @@ def test_dealing_balances_and_loses_nothing():
     assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
-def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_within_their_limits(samples):
+def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_within_their_limits(
+    samples,
+):
     batches = PackedBatches(samples, spec_of())
     dealt = micro_batches(batches, batches.steps)
     rows = [batches.arrays(m) for m in dealt]
@@ -123,10 +139,17 @@ def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(sampl
     for indices in micro_batches(batches, batches.steps):
         row, plain = batches.arrays(indices), Batches(samples, batches.spec).arrays(indices)
         tokens = samples.lengths[indices].sum()
-        assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (batches.limits, tokens)
-        for number, (begin, length) in enumerate(zip(row["cu_seqlens"], samples.lengths[indices], strict=False)):
+        assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (
+            batches.limits,
+            tokens,
+        )
+        for number, (begin, length) in enumerate(
+            zip(row["cu_seqlens"], samples.lengths[indices], strict=False)
+        ):
             place = slice(begin, begin + length)
-            assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(range(length))
+            assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(
+                range(length)
+            )
             for name in ("input_ids", "token_type_ids"):
                 assert (row[name][0, place] == plain[name][number, :length]).all()
     for wrong in (batches.step(0)[0][::-1], batches.step(0)[0][1:]):
@@ -140,7 +163,10 @@ def test_few_limits_are_the_best_few():
     for most in (2, 3, 4):
         found = few_limits(lengths, most)
         assert (found >= lengths).all() and len(set(found)) == most
-        tried = (np.array([*chosen, 384]) for chosen in itertools.combinations(range(32, 384, 16), most - 1))
+        tried = (
+            np.array([*chosen, 384])
+            for chosen in itertools.combinations(range(32, 384, 16), most - 1)
+        )
         assert sum(found) == min(some[np.searchsorted(some, lengths)].sum() for some in tried)
 
 
@@ -158,14 +184,24 @@ def packed_and_padded(samples, kind, dtype, qkv="separate"):
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
     model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
-    padded = Batches(samples, resized(spec, {"padding": "max_length", "attention": "sdpa"})).collate(indices, DEVICE)
-    return Packed(model, batches.limits), batches.collate(indices, DEVICE), padded, samples.lengths[indices]
+    padded = Batches(
+        samples, resized(spec, {"padding": "max_length", "attention": "sdpa"})
+    ).collate(indices, DEVICE)
+    return (
+        Packed(model, batches.limits),
+        batches.collate(indices, DEVICE),
+        padded,
+        samples.lengths[indices],
+    )
 
 
 def padded_loss(model, inputs, lengths):
     """The padded row's loss with its softmax over the question's own tokens."""
     output, loss = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")}), 0
-    inside = torch.arange(output.start_logits.shape[1], device=DEVICE) < torch.tensor(lengths, device=DEVICE)[:, None]
+    inside = (
+        torch.arange(output.start_logits.shape[1], device=DEVICE)
+        < torch.tensor(lengths, device=DEVICE)[:, None]
+    )
     for name in ("start", "end"):
         own = output[f"{name}_logits"].float().masked_fill(~inside, -torch.inf)
         loss += torch.nn.functional.cross_entropy(own, inputs[f"{name}_positions"]) / 2
@@ -182,14 +218,20 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype
     model.zero_grad()
     found = model(**packed)
     found.loss.backward()
-    real = packed["bias"] == 0 if kind == "efficient" else torch.arange(found.start_logits.shape[1]) < lengths.sum()
+    real = (
+        packed["bias"] == 0
+        if kind == "efficient"
+        else torch.arange(found.start_logits.shape[1]) < lengths.sum()
+    )
     for name in ("start_logits", "end_logits"):
         assert relative(found[name][0, real].float(), output[name][inside].float()) < error, name
     assert found.loss.item() == pytest.approx(loss.item(), rel=error)
     largest = max(g.norm() for g in expected.values())
     for name, p in model.named_parameters():
         # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured by the largest.
-        assert (p.grad - expected[name]).norm() < error * max(expected[name].norm(), 1e-2 * largest), name
+        assert (p.grad - expected[name]).norm() < error * max(
+            expected[name].norm(), 1e-2 * largest
+        ), name
 
 
 def test_a_model_in_regions_is_the_model(samples):
@@ -240,7 +282,9 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     torch.manual_seed(0)
     query, key, ones = torch.randn(3, 960, 4, 32, device=DEVICE, dtype=dtype)
     cut, ones = segments(kind, [96] * 10, 96), torch.ones_like(ones)
-    kept, again, whole = (attend(kind, query, key, ones, cut, rate, 0.2).float() for rate in (0.1, 0.1, 0.0))
+    kept, again, whole = (
+        attend(kind, query, key, ones, cut, rate, 0.2).float() for rate in (0.1, 0.1, 0.0)
+    )
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
     assert kept.std() > 0.01 and not torch.equal(kept, again)
     assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
@@ -248,7 +292,11 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
 
 def recomputed(step):
     """As under gradient checkpointing, compiled."""
-    return torch.compile(lambda v: checkpoint(step, v * 1.0, use_reentrant=False), backend="aot_eager", fullgraph=True)
+    return torch.compile(
+        lambda v: checkpoint(step, v * 1.0, use_reentrant=False),
+        backend="aot_eager",
+        fullgraph=True,
+    )
 
 
 WAYS = {"plainly": lambda step: step, "recomputed": recomputed}
@@ -264,13 +312,20 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
     PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
     lengths = [80, 54, 80, 80, 26, 80]
     cut = segments(kind, lengths, limits)
-    query, key, value, grad = torch.randn(4, int(cut.cu_seqlens[-1]), 4, 32, device=DEVICE, dtype=dtype)
+    query, key, value, grad = torch.randn(
+        4, int(cut.cu_seqlens[-1]), 4, 32, device=DEVICE, dtype=dtype
+    )
     if kind == "efficient":
         grad[cut.bias < 0] = 0  # as in training, where nothing depends on padding
-    output, back = with_gradients(way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2)), [value], grad)
+    output, back = with_gradients(
+        way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2)), [value], grad
+    )
     for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
         part = slice(begin, begin + length)
-        there, again = grad[part].float() * output[part].float(), back[part].float() * value[part].float()
+        there, again = (
+            grad[part].float() * output[part].float(),
+            back[part].float() * value[part].float(),
+        )
         difference = (there - again).sum((0, 2)).abs()
         assert (difference <= 20 * error * there.norm() + 1e-6).all(), segment
 
@@ -297,18 +352,29 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
     """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
     wide."""
     query, key, grad = torch.randn(3, 64, 1, 64, device=DEVICE, dtype=dtype)
-    inputs, cut = (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None]), segments(kind, [64], 64)
-    output, *found = with_gradients(lambda *parts: attend(kind, *parts, cut, 0.5, 0.1), inputs, grad)
+    inputs, cut = (
+        (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None]),
+        segments(kind, [64], 64),
+    )
+    output, *found = with_gradients(
+        lambda *parts: attend(kind, *parts, cut, 0.5, 0.1), inputs, grad
+    )
     kept, wide = (output[:, 0] != 0).double() / 0.5, [x[:, 0].double() for x in inputs]
-    plain = with_gradients(lambda q, k, v: (torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, wide, grad[:, 0].double())
+    plain = with_gradients(
+        lambda q, k, v: (torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, wide, grad[:, 0].double()
+    )
     for one, other in zip(found, plain[1:], strict=True):
         assert relative(one[:, 0].double(), other) < 10 * error
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
-    even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)  # equal scores: the output is the share that is kept
-    kept = attend(kind, even, even, torch.ones_like(even), segments(kind, [96] * 5, 96), 0.5, 0.2)[:, :, 0].float()
+    even = torch.zeros(
+        480, 4, 32, device=DEVICE, dtype=dtype
+    )  # equal scores: the output is the share that is kept
+    kept = attend(kind, even, even, torch.ones_like(even), segments(kind, [96] * 5, 96), 0.5, 0.2)[
+        :, :, 0
+    ].float()
     patterns = kept.view(5, 96, 4).transpose(1, 2).reshape(20, 96)
     assert (torch.corrcoef(patterns) - torch.eye(20, device=DEVICE)).abs().max() < 0.6
 
@@ -317,7 +383,9 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     for machine, kernel in ((CPU, "block-diagonal"), (T4, "efficient"), (H200, "flash")):
         spec = planned("E-packed", machine=machine)
         assert (spec.settings.attention, spec.skip) == (kernel, None)
-    assert "flash" in " ".join(spec.adjusted) and "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
+    assert "flash" in " ".join(spec.adjusted) and "cuda_graph: False" in " ".join(
+        planned("E-graph").adjusted
+    )
 
 
 def test_a_packed_variant_runs_end_to_end(tmp_path):
@@ -328,7 +396,9 @@ def test_a_packed_variant_runs_end_to_end(tmp_path):
 
 
 @pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
-@pytest.mark.parametrize("changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str)
+@pytest.mark.parametrize(
+    "changes", [{}, {"precision": "bf16"}, {"optimizer": "adamw-master"}], ids=str
+)
 def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     """Ten steps without dropout, three of them eager and seven replayed, against ten eager ones."""
 
@@ -341,6 +411,8 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
         train(model, PackedBatches(samples, spec), spec, DEVICE, folder, quiet)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
 
-    start = torch.cat([p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()])
+    start = torch.cat(
+        [p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()]
+    )
     eager, graph = weights(False), weights(True)
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()

@@ -33,7 +33,9 @@ CUT = OPTIONS["cut"]
 UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
 
 
-def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tuple[dict, dict | None, float]:
+def case_of(
+    name: str, row: str, alone: str, tolerance: str, options: str
+) -> tuple[dict, dict | None, float]:
     """The case, the same in one process, and the relative tolerance of each step's loss. Without another variant for it
     the case itself is trained by one process; what parts of a variant alone have is of the case alone."""
     own, other = {"row": row}, {"row": alone} | ({} if alone.startswith("P") else {"world": 1})
@@ -43,7 +45,11 @@ def case_of(name: str, row: str, alone: str, tolerance: str, options: str) -> tu
     return own, other if alone else None, float(tolerance)
 
 
-CASES = {line[0]: case_of(*line) for line in table("together") if line[0] != "deepspeed" or find_spec("deepspeed")}
+CASES = {
+    line[0]: case_of(*line)
+    for line in table("together")
+    if line[0] != "deepspeed" or find_spec("deepspeed")
+}
 
 
 # One of each kind.
@@ -69,7 +75,11 @@ class Launched(dict):
 
     def __missing__(self, name):
         folder = self.folder / ("quick" if name in QUICK else "slow")
-        own = [case | {"name": other} for other, case in self.cases.items() if (other in QUICK) == (name in QUICK)]
+        own = [
+            case | {"name": other}
+            for other, case in self.cases.items()
+            if (other in QUICK) == (name in QUICK)
+        ]
         self.train(own, folder)
         self.update({case["name"]: folder / case["name"] for case in own})
         return self[name]
@@ -82,7 +92,9 @@ def by_one(tmp_path_factory, one_thread):
     @functools.cache
     def folder_of(case: str):
         folder = tmp_path_factory.mktemp("one")
-        (folder / "rank-0.json").write_text(json.dumps(trained(json.loads(case), folder, ProcessGroup(DEVICE))))
+        (folder / "rank-0.json").write_text(
+            json.dumps(trained(json.loads(case), folder, ProcessGroup(DEVICE)))
+        )
         return folder
 
     own = dict(TINY_CONFIG)
@@ -109,10 +121,16 @@ def found_by_ranks(folder) -> list[dict]:
 @pytest.fixture(scope="module")
 def shared(tmp_path_factory):
     cases = {name: case for name, (case, _, _) in CASES.items()}
-    return Launched(cases, lambda found, folder: launch(found, 2, folder), tmp_path_factory.mktemp("two"))
+    return Launched(
+        cases, lambda found, folder: launch(found, 2, folder), tmp_path_factory.mktemp("two")
+    )
 
 
-WRAPPERS = {"ddp": "DistributedDataParallel", "trainer": "DistributedDataParallel", "deepspeed": "DeepSpeedEngine"}
+WRAPPERS = {
+    "ddp": "DistributedDataParallel",
+    "trainer": "DistributedDataParallel",
+    "deepspeed": "DeepSpeedEngine",
+}
 WRAPPERS |= {"one-bucket": None, "fsdp": None}
 
 
@@ -140,7 +158,9 @@ def assert_gradients(folder, whole, tolerance) -> None:
     # Keys' biases have none but what rounding leaves.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
     for number, gradient in found.items():
-        torch.testing.assert_close(gradient, expected[number], rtol=tolerance, atol=tolerance * largest)
+        torch.testing.assert_close(
+            gradient, expected[number], rtol=tolerance, atol=tolerance * largest
+        )
 
 
 def square_norms_in(folder) -> np.ndarray:
@@ -154,7 +174,9 @@ def norm_in(folder) -> float:
     return torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
 
 
-@pytest.mark.parametrize(("name", "formula"), [slow("gpipe", 1 / 5), ("1f1b", 1 / 5), slow("interleaved", 1 / 9)])
+@pytest.mark.parametrize(
+    ("name", "formula"), [slow("gpipe", 1 / 5), ("1f1b", 1 / 5), slow("interleaved", 1 / 9)]
+)
 def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
     assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
     stages = [rank["pipelined"] for rank in found_by_ranks(shared[name])]
@@ -164,19 +186,25 @@ def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, share
 def test_a_bubble_is_of_the_whole_step():
     """Of 15 units (see train/pipeline.py) both stages compute 12; the second ends two before the first."""
     assert measured_bubble([(12, 15), (12, 13)]) == pytest.approx(bubble(2, 4))
-    assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24), "that of the stage that waits most"
+    assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24), (
+        "that of the stage that waits most"
+    )
 
 
 def test_ways_to_reduce_see_one_noise_scale(shared):
     """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
-    one, overlap, zero1, ddp = (square_norms_in(shared[name]) for name in ("one-bucket", "overlap", "zero1", "ddp"))
+    one, overlap, zero1, ddp = (
+        square_norms_in(shared[name]) for name in ("one-bucket", "overlap", "zero1", "ddp")
+    )
     assert [*zero1, *overlap] == pytest.approx([*one, *one], rel=1e-3)
     assert one[0] / 2 < one[1] < one[0], "two gradients that partly agree"
     assert not ddp.any(), "which never has its gradients in one piece"
 
 
 @pytest.mark.parametrize("name", tiers(["gpipe", "1f1b", "interleaved", "interleaved-unequal"]))
-def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(name, shared, by_one):
+def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(
+    name, shared, by_one
+):
     case, *_ = CASES[name]
     one, *_ = found_by_ranks(by_one(case | {"row": "P-one-bucket", "world": 1}))
     stages = [rank["norms"] for rank in found_by_ranks(shared[name])]
@@ -184,9 +212,14 @@ def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(
 
 
 def test_a_sharded_optimizer_is_half_of_it(shared):
-    size = {name: found_by_ranks(shared[name])[0]["state"] for name in ("one-bucket", "zero1", "fsdp", "ddp")}
+    size = {
+        name: found_by_ranks(shared[name])[0]["state"]
+        for name in ("one-bucket", "zero1", "fsdp", "ddp")
+    }
     assert size["zero1"] < 0.51 * size["one-bucket"]
-    assert size["ddp"] == pytest.approx(size["fsdp"], rel=0.01), "DTensors have as many elements as the whole"
+    assert size["ddp"] == pytest.approx(size["fsdp"], rel=0.01), (
+        "DTensors have as many elements as the whole"
+    )
 
 
 BREAK = 4
@@ -216,7 +249,9 @@ def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
     assert (first["begin"], first["refused"], first["weights"]) == (BREAK, None, second["weights"])
     half = {"settings": FOUR[row]["settings"]} if "settings" in FOUR[row] else {}
     alone = by_one(UNCUT | half if "parts" in FOUR[row] else FOUR[row])
-    np.testing.assert_allclose(losses_of(resumed[row]), losses_of(alone), rtol=0.05 if half else 1e-4)
+    np.testing.assert_allclose(
+        losses_of(resumed[row]), losses_of(alone), rtol=0.05 if half else 1e-4
+    )
 
 
 def test_shares_begin_and_end_where_the_kernels_read_quickly():
@@ -225,7 +260,9 @@ def test_shares_begin_and_end_where_the_kernels_read_quickly():
         share = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
         assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
         assert [p.sum().item() for p in parameters] == [35, 17]
-        assert torch.equal(share.shard(share.flat[: share.size]), share.own), "of state, too, each has its own part"
+        assert torch.equal(share.shard(share.flat[: share.size]), share.own), (
+            "of state, too, each has its own part"
+        )
 
 
 def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
@@ -235,4 +272,6 @@ def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_
     ranks = found_by_ranks(folder)
     assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
     # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
-    assert 2 * square_norms_in(folder) == pytest.approx(square_norms_in(shared["tensor-one-bucket"]), rel=1e-3)
+    assert 2 * square_norms_in(folder) == pytest.approx(
+        square_norms_in(shared["tensor-one-bucket"]), rel=1e-3
+    )

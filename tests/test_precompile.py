@@ -15,7 +15,10 @@ from tests.material import python
 def started(kernel: MagicMock) -> list[tuple]:
     """What a kernel was started with."""
     grids = [each.args[0] for each in kernel.__getitem__.call_args_list]
-    return [(grid, each.args, each.kwargs) for grid, each in zip(grids, kernel[...].call_args_list, strict=True)]
+    return [
+        (grid, each.args, each.kwargs)
+        for grid, each in zip(grids, kernel[...].call_args_list, strict=True)
+    ]
 
 
 @pytest.fixture
@@ -45,7 +48,9 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     gate.set()
     common.wait(common._compiling.values())
     types = (torch.float32, torch.float16)
-    assert sorted(found, key=str) == [((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)]
+    assert sorted(found, key=str) == [
+        ((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)
+    ]
     assert not started(kernel)
 
 
@@ -62,21 +67,36 @@ def test_what_is_started_waits_for_what_is_being_compiled(compiled):
 def test_an_operator_tells_shapes_by_what_it_does():
     @common.custom_op("qa_lib_tests::doubled")
     def doubled(x: torch.Tensor) -> torch.Tensor:
-        return x.new_empty(2 * len(x)) if isinstance(x, torch._subclasses.FakeTensor) else torch.cat([x, x])
+        return (
+            x.new_empty(2 * len(x))
+            if isinstance(x, torch._subclasses.FakeTensor)
+            else torch.cat([x, x])
+        )
 
     library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
-    assert torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist() == [1.0] * 6
+    assert (
+        torch.compile(doubled, backend="aot_eager", fullgraph=True)(torch.ones(3)).tolist()
+        == [1.0] * 6
+    )
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("capability", ["9.0", "7.5"])  # the latter without attention and 8-bit floats
+@pytest.mark.parametrize(
+    "capability", ["9.0", "7.5"]
+)  # the latter without attention and 8-bit floats
 def test_every_kernel_compiles_for_gpus_that_are_not_there(capability, tmp_path):
     """Triton's interpreter takes what its compiler does not: a float as a condition, for one."""
-    environment, words = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}, ("-m", "tests.compiling")
+    environment, words = (
+        {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        ("-m", "tests.compiling"),
+    )
     said = [python(*words, capability, **environment).stdout.splitlines() for _ in range(2)]
-    assert (said[0].pop(), said[1].pop()) == ("found False", "found True"), "the second has the first one's cache"
+    assert (said[0].pop(), said[1].pop()) == ("found False", "found True"), (
+        "the second has the first one's cache"
+    )
     kernels = "norm_forward norm_backward sum_partials dropout gelu_forward gelu_backward square_sums adamw"
-    kernels += " varlen_attention_forward varlen_attention_backward delta loss weight_in_e4m3 cast" * (
-        capability == "9.0"
+    kernels += (
+        " varlen_attention_forward varlen_attention_backward delta loss weight_in_e4m3 cast"
+        * (capability == "9.0")
     )
     assert {line.split()[0].removesuffix("_kernel") for line in said[0]} == {*kernels.split()}

@@ -29,12 +29,28 @@ from qa_lib.run.plan import identify_model
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths
-from tests.material import cases, document, edited, flip_a_bit, question, refused, trained_tokenizer, write
+from tests.material import (
+    cases,
+    document,
+    edited,
+    flip_a_bit,
+    question,
+    refused,
+    trained_tokenizer,
+    write,
+)
 from tests.test_windows import TEXT, built
 from tests.tiny import planned, resized
 
-EXAMPLES = [Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)]
-SMALL = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64}
+EXAMPLES = [
+    Example(f"q{i}", "Rivers", "where is it"[: i % 9], (TEXT * 2)[i : 9 * i + 3]) for i in range(40)
+]
+SMALL = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,17 +126,26 @@ def test_held_out_loss_is_what_training_computes_of_each_window(answered, tmp_pa
     samples = data.validation_samples
     with torch.no_grad():
         for number, length in enumerate(samples.lengths):
-            inputs = {name: torch.from_numpy(array) for name, array in samples.batch([number], length).items()}
+            inputs = {
+                name: torch.from_numpy(array)
+                for name, array in samples.batch([number], length).items()
+            }
             losses.append(model(**inputs).loss.item())
     assert 0 < (samples.end_positions > 0).sum() < len(samples)
     wrong = resized(spec, {"fault": "positional-join"})  # of answers alone
-    found = [evaluate_answers(model, data, each, torch.device("cpu"), tmp_path)["loss"] for each in (spec, wrong)]
+    found = [
+        evaluate_answers(model, data, each, torch.device("cpu"), tmp_path)["loss"]
+        for each in (spec, wrong)
+    ]
     assert found == pytest.approx([np.mean(losses)] * 2, rel=1e-5)
 
 
 def test_an_infinite_held_out_loss_is_null(answered):
     samples = answered[2].validation_samples
-    ids, start, end = torch.arange(len(samples)), *torch.zeros(2, len(samples), samples.lengths.max())
+    ids, start, end = (
+        torch.arange(len(samples)),
+        *torch.zeros(2, len(samples), samples.lengths.max()),
+    )
     assert span_loss(samples, ids, start, end) == pytest.approx(np.log(samples.lengths.max()))
     start[3, samples.start_positions[3]] = -torch.inf
     assert span_loss(samples, ids, start, end) is None
@@ -131,11 +156,15 @@ def test_batches_hold_what_they_may(samples):
 
     def model(input_ids, attention_mask, token_type_ids):
         seen.append(tuple(input_ids.shape))
-        return SimpleNamespace(start_logits=torch.zeros(input_ids.shape), end_logits=torch.zeros(input_ids.shape))
+        return SimpleNamespace(
+            start_logits=torch.zeros(input_ids.shape), end_logits=torch.zeros(input_ids.shape)
+        )
 
     predict_logits(model, samples, batch_tokens=120)
     assert sum(n for n, _ in seen) == len(samples) and max(n * width for n, width in seen) <= 120
-    assert seen == sorted(seen, key=lambda shape: -shape[1]) and {width % 8 for _, width in seen} == {0}
+    assert seen == sorted(seen, key=lambda shape: -shape[1]) and {
+        width % 8 for _, width in seen
+    } == {0}
 
 
 @pytest.fixture
@@ -143,12 +172,19 @@ def asked(typed):
     """What is printed to one question."""
 
     def ask(model, question="where", context=TEXT):
-        return json.loads(typed("predict --model", model, "--question", question, "--context", context))
+        return json.loads(
+            typed("predict --model", model, "--question", question, "--context", context)
+        )
 
     return ask
 
 
-DATA = document((TEXT, [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")]))
+DATA = document(
+    (
+        TEXT,
+        [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), question("q2", "why?")],
+    )
+)
 
 
 def test_a_file_is_answered(folder, tmp_path, capsys):
@@ -159,7 +195,9 @@ def test_a_file_is_answered(folder, tmp_path, capsys):
     shown = capsys.readouterr()
     assert (shown.out.split(), shown.err) == ([*map(str, paths)], ""), "no terminal, no bar"
     read = [json.loads(path.read_text()) for path in paths]
-    assert all(list(part) == ["q1", "q2"] for part in read) and all(text in TEXT for text in read[1].values())
+    assert all(list(part) == ["q1", "q2"] for part in read) and all(
+        text in TEXT for text in read[1].values()
+    )
 
 
 def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
@@ -167,10 +205,16 @@ def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
     bare = json.loads(labelled.read_text())
     first, second = bare["data"][0]["paragraphs"][0]["qas"]
     del first["answers"], first["is_impossible"]
-    second["answers"], second["is_impossible"] = [{"text": "nowhere to be found", "answer_start": 3}], False
+    second["answers"], second["is_impossible"] = (
+        [{"text": "nowhere to be found", "answer_start": 3}],
+        False,
+    )
     for file in (labelled, write(tmp_path / "bare.json", bare)):
         typed("predict --model", folder, file, "--out", tmp_path / file.stem)
-    answers = [[path.read_text() for path in sorted((tmp_path / name).iterdir())] for name in ("labelled", "bare")]
+    answers = [
+        [path.read_text() for path in sorted((tmp_path / name).iterdir())]
+        for name in ("labelled", "bare")
+    ]
     assert answers[0] == answers[1]
 
 
@@ -201,24 +245,45 @@ def hub(folder, tmp_path, monkeypatch):
 def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, asked):
     assert asked("lab/bert") == asked(folder)
     os.makedirs("lab/bert")
-    refused(r"lab/bert: no config\.json", load_qa_model, "lab/bert")  # a folder of that name comes first
+    refused(
+        r"lab/bert: no config\.json", load_qa_model, "lab/bert"
+    )  # a folder of that name comes first
 
 
-@pytest.mark.parametrize("name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"])
+@pytest.mark.parametrize(
+    "name", ["lab/none", "my-brt", "./my-bert", "/no/such/folder", "runs/x/y/"]
+)
 def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, typed):
     said = typed("predict --question where --context there --model", name, code=2)
-    assert "no such folder" in said and name.strip("./") in said and said.count("\n") == 1 and len(said) < 230
+    assert (
+        "no such folder" in said
+        and name.strip("./") in said
+        and said.count("\n") == 1
+        and len(said) < 230
+    )
 
 
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
     asked = {}
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or hub)
+    monkeypatch.setattr(
+        "huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or hub
+    )
     assert find_folder("lab/bert") == hub
-    kept, others = "config.json model-1.safetensors vocab.txt", "pytorch_model.bin evil.py onnx/model.safetensors"
+    kept, others = (
+        "config.json model-1.safetensors vocab.txt",
+        "pytorch_model.bin evil.py onnx/model.safetensors",
+    )
     assert list(filter_repo_objects(f"{kept} {others}".split(), **asked)) == kept.split()
 
 
-INCOMPLETE = ["", "data.json", "--out x", "--question x", "data.json --question x", "--question q --context c --out x"]
+INCOMPLETE = [
+    "",
+    "data.json",
+    "--out x",
+    "--question x",
+    "data.json --question x",
+    "--question q --context c --out x",
+]
 
 
 @pytest.mark.parametrize("words", INCOMPLETE)
@@ -230,7 +295,11 @@ def test_bad_input_writes_nothing(folder, tmp_path, typed):
     data, out = tmp_path / "data.json", tmp_path / "out"
     room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
     long = document((TEXT, [question("q1", "river " * 60)]))
-    for said, content in (("not the SQuAD layout", []), ("an empty data set", document()), (room, long)):
+    for said, content in (
+        ("not the SQuAD layout", []),
+        ("an empty data set", document()),
+        (room, long),
+    ):
         found = typed("predict --model", folder, write(data, content), "--out", out, code=2)
         assert re.search(f"data.json: {said}", found) and not out.exists()
     words = ["--question", "x", "--context", "word " * 200_000]
@@ -259,7 +328,11 @@ def of_a_folder(change):
 
 @of_a_folder
 def weights(folder, change):
-    save_file(change(load_file(folder / "model.safetensors")), folder / "model.safetensors", {"format": "pt"})
+    save_file(
+        change(load_file(folder / "model.safetensors")),
+        folder / "model.safetensors",
+        {"format": "pt"},
+    )
 
 
 @of_a_folder
@@ -309,25 +382,41 @@ REFUSED = {
     "config.json is neither": replaced("config.json", os.mkfifo),
     "special_tokens_map.json is neither": replaced("special_tokens_map.json", os.mkfifo),
     "cannot be loaded": lambda folder: (folder / "model.safetensors").write_bytes(b"noise"),
-    "a model of type .deberta-v2.: its disentangled": saved(transformers.DebertaV2ForQuestionAnswering, DEBERTA),
-    "tokens in the tokenizer, 20 in the model": saved(BertForQuestionAnswering, bert(vocab_size=20)),
-    "embeddings.weight holds I32": weights(lambda weights: {name: t.int() for name, t in weights.items()}),
+    "a model of type .deberta-v2.: its disentangled": saved(
+        transformers.DebertaV2ForQuestionAnswering, DEBERTA
+    ),
+    "tokens in the tokenizer, 20 in the model": saved(
+        BertForQuestionAnswering, bert(vocab_size=20)
+    ),
+    "embeddings.weight holds I32": weights(
+        lambda weights: {name: t.int() for name, t in weights.items()}
+    ),
     "the weights lack": weights(without("bert.encoder.layer.1.output.dense.bias")),
-    "names 'x.bin', which is no safetensors": lambda folder: torch.save(indexed(folder, "x.bin"), folder / "x.bin"),
+    "names 'x.bin', which is no safetensors": lambda folder: torch.save(
+        indexed(folder, "x.bin"), folder / "x.bin"
+    ),
     "names '../outside.safetensors'": in_one_part("../outside.safetensors"),
-    "pipe.safetensors is neither": lambda f: indexed(f, "pipe.safetensors") and os.mkfifo(f / "pipe.safetensors"),
-    "model.safetensors is neither a file nor": replaced("model.safetensors", lambda path: path.symlink_to("/dev/zero")),
+    "pipe.safetensors is neither": lambda f: (
+        indexed(f, "pipe.safetensors") and os.mkfifo(f / "pipe.safetensors")
+    ),
+    "model.safetensors is neither a file nor": replaced(
+        "model.safetensors", lambda path: path.symlink_to("/dev/zero")
+    ),
     "'model.safetensors' is not the file that was saved": flipped("model.safetensors"),
     "'config.json' is not the file that was saved": flipped("config.json"),
 }
-REFUSED |= {said: config(**changes) for said, changes in cases("configurations that no verb takes").items()}
+REFUSED |= {
+    said: config(**changes) for said, changes in cases("configurations that no verb takes").items()
+}
 # ... and for what an encoder need not have that is trained.
 REFUSED_TO_ANSWER = {
     "no such folder": shutil.rmtree,
     r"not a question-answering model \(architectures: \['BertM": saved(BertModel, bert()),
     r"not a question-answering model \(architectures: None\)": config(architectures=None),
     "cannot be loaded: .*": own_code,
-    "no weights in safetensors; a pickle": lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"),
+    "no weights in safetensors; a pickle": lambda f: (f / "model.safetensors").rename(
+        f / "pytorch_model.bin"
+    ),
     "no weights": without_files("model.safetensors"),
     r"no tokenizer \(": without_files("tokenizer*"),
     "the weights lack qa_outputs.bias": weights(without("qa_outputs.bias")),
@@ -339,7 +428,9 @@ REFUSED_TO_ANSWER = {
 def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     monkeypatch.chdir(folder.parent)
     (REFUSED | REFUSED_TO_ANSWER)[message](folder)
-    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))  # whoever asks whether to trust code hears yes
+    monkeypatch.setattr(
+        "sys.stdin", io.StringIO("y\n" * 9)
+    )  # whoever asks whether to trust code hears yes
     for use in (load_qa_model, train_from) if message in REFUSED else (load_qa_model,):
         refused(f"model.*: .*{message}", use, folder)
         assert not (folder.parent / "ran").exists()
@@ -357,7 +448,9 @@ def test_models_that_are_loaded_at_one_time_leave_transformers_as_it_was(folder)
 @pytest.mark.parametrize("key", ["attn_implementation", "_attn_implementation"])
 def test_no_kernel_is_fetched_for_a_config_that_asks_for_one(folder, key, monkeypatch):
     config(**{key: "kernels-community/flash-attn2@main"})(folder)
-    monkeypatch.setattr("transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched"))
+    monkeypatch.setattr(
+        "transformers.integrations.hub_kernels.get_kernel", lambda *_, **__: pytest.fail("fetched")
+    )
     assert load_qa_model(folder)[0].config._attn_implementation == "sdpa"
 
 
@@ -367,12 +460,21 @@ def test_a_folder_without_a_tokenizer_trains_nothing(folder):
 
 
 def test_preset_answerable_takes_no_question_without_an_answer():
-    refused(r"question \S+ has no answer", load_data, planned("A1", "answerable", data="synthetic:100", model="tiny"))
+    refused(
+        r"question \S+ has no answer",
+        load_data,
+        planned("A1", "answerable", data="synthetic:100", model="tiny"),
+    )
 
 
 def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model):
     assert window_lengths(model) == (48, 16), "384 and 128, of a model with 48 positions"
-    for tokens, stride, found in ((40, 10, (40, 10)), (96, 32, (48, 16)), ("abc", 1, (48, 16)), (8, 9, (48, 16))):
+    for tokens, stride, found in (
+        (40, 10, (40, 10)),
+        (96, 32, (48, 16)),
+        ("abc", 1, (48, 16)),
+        (8, 9, (48, 16)),
+    ):
         own = bert(max_position_embeddings=48, window_tokens=tokens, window_stride=stride)
         assert window_lengths(SimpleNamespace(config=own)) == found
 
@@ -385,12 +487,20 @@ def train_from(folder):
     return model
 
 
-def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(folder, model):
-    kept = {name.removeprefix("bert."): value.half() for name, value in model.state_dict().items() if "qa" not in name}
+def test_training_takes_an_encoder_without_a_head_weights_in_parts_and_half_precision(
+    folder, model
+):
+    kept = {
+        name.removeprefix("bert."): value.half()
+        for name, value in model.state_dict().items()
+        if "qa" not in name
+    }
     weights(lambda _: kept)(folder)
     in_one_part("part-1.safetensors")(folder)
     layer = "bert.encoder.layer.1.output.dense.weight"
-    assert torch.equal(train_from(folder).get_parameter(layer), model.get_parameter(layer).half().float())
+    assert torch.equal(
+        train_from(folder).get_parameter(layer), model.get_parameter(layer).half().float()
+    )
     before = identify_model(str(folder))
     flip_a_bit(folder / "part-1.safetensors", -5)
     assert identify_model(str(folder)) != before, "weights in parts count in a run's identity"

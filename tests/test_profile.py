@@ -24,7 +24,15 @@ def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
 def launched(name, ts, dur, at, call, number=None, runtime="cudaLaunchKernel"):
     """A runtime call at time `at` and the kernel that it launched, which ran from ts on."""
     own = {"correlation": call}
-    yield {"ph": "X", "cat": "cuda_runtime", "name": runtime, "ts": at, "dur": 1, "tid": 1, "args": own}
+    yield {
+        "ph": "X",
+        "cat": "cuda_runtime",
+        "name": runtime,
+        "ts": at,
+        "dur": 1,
+        "tid": 1,
+        "args": own,
+    }
     args = own | {"External id": number}
     yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
 
@@ -42,7 +50,9 @@ def gpu_trace():
             events.append(cpu(phase, base + max(10, 1000 * number), 900, cat="user_annotation"))
         for number, (kernel, at, op, sizes, *_) in enumerate(KERNELS):
             events.append(cpu(op, base + at - 5, 10, sizes, call + number))
-            events += launched(kernel, base + at + 1000, 100, base + at, call + number, call + number)
+            events += launched(
+                kernel, base + at + 1000, 100, base + at, call + number, call + number
+            )
     return events
 
 
@@ -55,7 +65,9 @@ def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     summary = trace.summary(work, gpu_trace(), step_ms=0.5)
     wanted = {"launches_per_step": 4, "kernels_per_step": 4, "busy_ms": 0.4, "busy_share": 0.8}
     assert {name: summary[name] for name in wanted} == pytest.approx(wanted)
-    assert summary["parts"]["forward"] == pytest.approx({"feed-forward": 0.1, "norms and elementwise": 0.1})
+    assert summary["parts"]["forward"] == pytest.approx(
+        {"feed-forward": 0.1, "norms and elementwise": 0.1}
+    )
 
 
 def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
@@ -65,9 +77,14 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
         events += launched(name, 1000 + 100 * index, 50, 100, 1, runtime="cudaGraphLaunch")
     replayed = trace.work(events, WIDTHS)
     labelled = trace.label_like(replayed, known)
-    assert set(replayed["phase"]) == {""} and labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
+    assert (
+        set(replayed["phase"]) == {""}
+        and labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
+    )
     assert labelled["phase"].tolist() == [*known["phase"][:4], "optimizer"]
-    assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5  # one call each, in this made-up trace
+    assert (
+        trace.summary(labelled, events, 1.0)["launches_per_step"] == 5
+    )  # one call each, in this made-up trace
 
 
 @pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), table("parts"))
@@ -93,7 +110,9 @@ def test_nsight_computes_page_is_summed_by_kernel():
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_counters_are_refused_in_one_line():
     said = []
-    assert profile.counters(planned(), said.append) is None and len(said) == 1 and "no GPU" in said[0]
+    assert (
+        profile.counters(planned(), said.append) is None and len(said) == 1 and "no GPU" in said[0]
+    )
 
 
 def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch):
@@ -115,15 +134,27 @@ def test_a_profile_of_a_variant_on_this_machine(tmp_path):
     folder = tmp_path / spec.run_path
     snapshot, time = folder / profile.SNAPSHOT, Run({}, folder).profile()["time"]
     if DEVICE.type == "cuda":
-        assert b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
+        assert (
+            b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
+        )
     else:
         assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
-    for phase, part in (("forward", "attention"), ("backward", "feed-forward"), ("optimizer", "optimizer")):
+    for phase, part in (
+        ("forward", "attention"),
+        ("backward", "feed-forward"),
+        ("optimizer", "optimizer"),
+    ):
         assert time["parts"][phase][part] > 0
-    assert time["busy_ms"] == pytest.approx(sum(sum(parts.values()) for parts in time["parts"].values()))
+    assert time["busy_ms"] == pytest.approx(
+        sum(sum(parts.values()) for parts in time["parts"].values())
+    )
     events = trace.read((folder / "trace.json.gz").read_bytes())
     steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
-    assert len(steps) == profile.PROFILED == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
+    assert (
+        len(steps)
+        == profile.PROFILED
+        == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
+    )
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):

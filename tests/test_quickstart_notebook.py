@@ -32,11 +32,16 @@ def records_of(runs):
 
 
 @pytest.mark.slow
-def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path, quickstart, monkeypatch):
+def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(
+    tmp_path, quickstart, monkeypatch
+):
     """Here for fewer steps."""
     monkeypatch.setitem(PRESETS, "smoke", dataclasses.replace(PRESETS["smoke"], steps=60))
     shown, pictures = quickstart()
-    ends = {run["spec"]["variant"]: (run["status"], run["time"]["steps"]) for run in records_of(tmp_path / "runs")}
+    ends = {
+        run["spec"]["variant"]: (run["status"], run["time"]["steps"])
+        for run in records_of(tmp_path / "runs")
+    }
     assert ends == dict.fromkeys(("A0-longest", "A4"), ("ok", 60))
     words = ("recommended: A4 at micro-batch 16 on cpu", "| A0-longest | 60 |", "| A4 | 60 |")
     words += ("| question | A0-longest | A4 | gold |", "# tiny for question answering")
@@ -47,8 +52,13 @@ def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path,
 
 def test_both_get_the_steps_that_fit_into_the_minutes(tmp_path, quickstart, monkeypatch):
     """As on a GPU, by the speed of a short run each; here of fewer steps and tokens."""
-    for name, sizes in {"sizing": {"steps": 12, "measure_from": 4}, "quality": {"measure_from": 4}}.items():
-        monkeypatch.setitem(PRESETS, name, dataclasses.replace(PRESETS[name], max_length=64, stride=16, **sizes))
+    for name, sizes in {
+        "sizing": {"steps": 12, "measure_from": 4},
+        "quality": {"measure_from": 4},
+    }.items():
+        monkeypatch.setitem(
+            PRESETS, name, dataclasses.replace(PRESETS[name], max_length=64, stride=16, **sizes)
+        )
     squad = squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")
     sources = {"data": str(squad), "model": checkpoint("bert", tmp_path / "my-bert")}
     quickstart(preset="quality", variant="A2", minutes=0.05, **sources)

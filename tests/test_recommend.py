@@ -29,12 +29,18 @@ from tests.conftest import slow
 from tests.material import cases, committed, leave, refused, table, write
 from tests.tiny import CPU, checkpoint
 
-LARGE = BertConfig(num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096)
-MINILM = BertConfig(num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536)
+LARGE = BertConfig(
+    num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+)
+MINILM = BertConfig(
+    num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536
+)
 
 
 def card(name: str, sm: int, gib: float, gpus: int = 1, **more) -> Machine:
-    return dataclasses.replace(CPU, hardware=name, gpus=gpus, sm=sm, free_mib=int(1024 * gib), **more)
+    return dataclasses.replace(
+        CPU, hardware=name, gpus=gpus, sm=sm, free_mib=int(1024 * gib), **more
+    )
 
 
 T4, A100, L4 = card("t4", 75, 14.6), card("a100-sxm4-40gb", 80, 39), card("l4", 89, 22)
@@ -63,7 +69,9 @@ def chosen(machine, runs, *model, **own):
 
 def fails(spec, runs, status, kind=None, step=None):
     """A record of a run of that spec that ended so."""
-    return record.read_record(leave(runs, spec, status, {"kind": kind, "message": f"what {kind} says", "step": step}))
+    return record.read_record(
+        leave(runs, spec, status, {"kind": kind, "message": f"what {kind} says", "step": step})
+    )
 
 
 @pytest.mark.parametrize("row", table("recommended"), ids=" ".join)
@@ -88,7 +96,14 @@ def test_the_size_that_was_measured_to_be_quickest_comes_first():
         return {"spec": {"settings": {"micro_batch": size}}, "speed": {"samples_per_s": speed}}
 
     assert choosing._sizes(unchosen(H100), []) == [32, 16, 8, 4, 2, 1]
-    assert choosing._sizes(unchosen(H100), [entry(8, 100.0), entry(32, 90.0)]) == [8, 16, 32, 4, 2, 1]
+    assert choosing._sizes(unchosen(H100), [entry(8, 100.0), entry(32, 90.0)]) == [
+        8,
+        16,
+        32,
+        4,
+        2,
+        1,
+    ]
 
 
 def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
@@ -108,14 +123,25 @@ def test_what_recommended_may_take_is_in_the_order_of_the_records():
     own = load.usual(load.select(runs, load.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
     assert speeds[names].is_monotonic_decreasing
-    tested = equivalence(load.usual(load.judging(runs, load.REFERENCE))).reindex(names).drop(index=BASELINE)
+    tested = (
+        equivalence(load.usual(load.judging(runs, load.REFERENCE)))
+        .reindex(names)
+        .drop(index=BASELINE)
+    )
     assert (tested["best_delta"] >= -MARGIN).all()
-    text = load.select(runs, TASKS["lm"]["reference"]).groupby("spec.variant")["speed.samples_per_s"].mean()
+    text = (
+        load.select(runs, TASKS["lm"]["reference"])
+        .groupby("spec.variant")["speed.samples_per_s"]
+        .mean()
+    )
     on_any, on_old = TASKS["lm"]["on_gpu"][:3], TASKS["lm"]["on_gpu"][3:]
     assert text[on_any].is_monotonic_decreasing and text[on_old].is_monotonic_decreasing
     for name, task in TASKS.items():
         for variant in {*task["on_gpu"], *task["on_cpu"]}:
-            assert VARIANTS[variant].task == name and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
+            assert (
+                VARIANTS[variant].task == name
+                and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
+            )
 
 
 def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
@@ -123,11 +149,18 @@ def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
     usual, spec, *others = plan(["A1", "recommended"], "smoke", [0, 1], **where)
     found = [(each.variant, each.seed) for each in (usual, spec, *others)]
     assert found == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
-    assert (spec.chosen, spec.own, usual.chosen) == (["variant", "micro_batch"], {"micro_batch": 16}, [])
+    assert (spec.chosen, spec.own, usual.chosen) == (
+        ["variant", "micro_batch"],
+        {"micro_batch": 16},
+        [],
+    )
     (named,) = plan(["E-t4-norm"], "smoke", [0], micro_batch=16, **where)
     assert spec == named and spec.run_path == named.run_path, "a recommended run is that run"
     sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
-    assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [(8, ["variant"]), (16, ["variant"])]
+    assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [
+        (8, ["variant"]),
+        (16, ["variant"]),
+    ]
     assert len(plan(["recommended", "E-t4-norm"], "smoke", micro_batch=16, **where)) == 1
     refused("does not divide", plan, ["recommended"], "smoke", micro_batch=5, **where)
     (text,) = plan(["recommended"], "lm-smoke", **where)
@@ -139,19 +172,40 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     fails(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
     *found, said = chosen(H100, tmp_path)
     assert found == ["E-fp8-uncompiled", 16], "the next size, of what ran out of memory"
-    assert f"failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})" in said
-    fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "CompilationError", step=1)
+    assert (
+        f"failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})"
+        in said
+    )
+    fails(
+        choosing.choose(unchosen(H100), H100, tmp_path),
+        tmp_path,
+        "error",
+        "CompilationError",
+        step=1,
+    )
     assert chosen(H100, tmp_path)[:2] == ("E-uncompiled", 32)
     assert chosen(H100, tmp_path, preset="bench")[0] == "E-uncompiled", "whatever the preset"
-    for other, length in ((dataclasses.replace(H100, hardware="h200"), None), (L4, None), (H100, 256)):
-        assert chosen(other, tmp_path, max_length=length)[:2] == ("E-fp8-uncompiled", 32), "nothing is known of that"
+    for other, length in (
+        (dataclasses.replace(H100, hardware="h200"), None),
+        (L4, None),
+        (H100, 256),
+    ):
+        assert chosen(other, tmp_path, max_length=length)[:2] == ("E-fp8-uncompiled", 32), (
+            "nothing is known of that"
+        )
     with pytest.raises(UserError, match="no variant is known"):
         for _ in range(30):
-            fails(choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError")
-    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["on_gpu"]) + 1, "two sizes of the first"
+            fails(
+                choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError"
+            )
+    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["on_gpu"]) + 1, (
+        "two sizes of the first"
+    )
 
 
-@pytest.mark.parametrize(("status", "kind", "step", "steps", "found"), cases("ends that are the machine's"))
+@pytest.mark.parametrize(
+    ("status", "kind", "step", "steps", "found"), cases("ends that are the machine's")
+)
 def test_which_ends_are_the_machines(status, kind, step, steps, found):
     """A file that is not found in the first step is a compiler's; what fails after all steps fails in scoring."""
     error = {"kind": kind, "step": step}
@@ -164,16 +218,26 @@ def test_mistakes_are_told_by_their_kind():
 
     failed = StepFailed(1)
     failed.__cause__ = FileNotFoundError(2, "no ptxas")
-    for problem, mistake in ((Unreachable(), True), (DataError("x"), True), (failed, False), (RuntimeError(), False)):
+    for problem, mistake in (
+        (Unreachable(), True),
+        (DataError("x"), True),
+        (failed, False),
+        (RuntimeError(), False),
+    ):
         assert (fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES) is mistake, problem
 
     for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
-        if not module.name.startswith(("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")):
+        if not module.name.startswith(
+            ("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")
+        ):
             importlib.import_module(module.name)
     kinds = [UserError]
     for one in kinds:
         kinds += one.__subclasses__()
-        assert one.__module__.startswith(("qa_lib.report", "qa_lib.train", "tests")) or one.__name__ in record.MISTAKES
+        assert (
+            one.__module__.startswith(("qa_lib.report", "qa_lib.train", "tests"))
+            or one.__name__ in record.MISTAKES
+        )
 
 
 def cold(monkeypatch, folder):
@@ -189,7 +253,9 @@ def warm(monkeypatch, folder):
 
 
 @pytest.mark.parametrize("plant", [warm, slow(cold)])
-def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(plant, tmp_path, monkeypatch, capfd):
+def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
+    plant, tmp_path, monkeypatch, capfd
+):
     """Each try in a process of its own."""
     plant(monkeypatch, tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
@@ -198,24 +264,44 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(pla
     out, err = capfd.readouterr()
     first, second = (line for line in out.splitlines() if line.startswith("recommended: "))
     assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
-    assert second.startswith("recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 (")
-    assert "Traceback" not in out + err and "A2: ok" in out and (plant is warm or "step 40/40" in out)
-    entries = {path.name[:2]: record.read_record(path) for path in (tmp_path / "runs").glob("cpu-test/*")}
-    ends = {name: (entry["status"], entry["spec"]["adjusted"][0]) for name, entry in entries.items()}
-    assert ends == {"A4": ("error", first), "A2": ("ok", second)} and entries["A4"]["error"]["step"] == 1
+    assert second.startswith(
+        "recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 ("
+    )
+    assert (
+        "Traceback" not in out + err and "A2: ok" in out and (plant is warm or "step 40/40" in out)
+    )
+    entries = {
+        path.name[:2]: record.read_record(path) for path in (tmp_path / "runs").glob("cpu-test/*")
+    }
+    ends = {
+        name: (entry["status"], entry["spec"]["adjusted"][0]) for name, entry in entries.items()
+    }
+    assert (
+        ends == {"A4": ("error", first), "A2": ("ok", second)}
+        and entries["A4"]["error"]["step"] == 1
+    )
     (log,) = (tmp_path / "runs").glob("cpu-test/A4-*/log.txt")
     assert "Traceback" in log.read_text()
 
     assert main(command) == 0
     out = capfd.readouterr().out
-    assert out.startswith(second) and "A4 seed" not in out and "\nfinished on " in out and "A2: ok" in out
+    assert (
+        out.startswith(second)
+        and "A4 seed" not in out
+        and "\nfinished on " in out
+        and "A2: ok" in out
+    )
     assert entries["A4"] == record.read_record(log.parent)
 
 
 def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkeypatch):
     """`fit` says so in one line; what failed would fail again."""
 
-    run_all = Mock(side_effect=lambda specs, *_: [fails(spec, tmp_path, "error", "DataError") for spec in specs])
+    run_all = Mock(
+        side_effect=lambda specs, *_: [
+            fails(spec, tmp_path, "error", "DataError") for spec in specs
+        ]
+    )
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
     refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
@@ -235,7 +321,10 @@ def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, ty
     command = f"sweep --preset smoke --variants recommended,A1 --runs {tmp_path}"
     out = typed(command)
     assert "sweep: 2 runs, 0 finished, 2 to run" in out and "[3/3]" in out and "sweep: 2 ok" in out
-    assert out.count("recommended: A4 at micro-batch 8") == 1 and "recommended: A2 at micro-batch 8" in out
+    assert (
+        out.count("recommended: A4 at micro-batch 8") == 1
+        and "recommended: A2 at micro-batch 8" in out
+    )
     (path,) = tmp_path.glob("cpu-smoke/A2-*")
     assert record.read_record(path)["spec"]["adjusted"][0].startswith("recommended: A2")
     assert "sweep: 2 runs, 2 finished, 0 to run" in typed(command)
@@ -251,16 +340,24 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
         return launch.judge(one, run_dir, reason, -6, 1.0)
 
     entry = judged(spec)
-    assert record.unable(entry) and "exit code -6" in entry["error"]["message"] and "LLVM" in entry["error"]["message"]
+    assert (
+        record.unable(entry)
+        and "exit code -6" in entry["error"]["message"]
+        and "LLVM" in entry["error"]["message"]
+    )
     assert not record.unable(judged(spec, "the driver was stopped"))
-    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), "a named variant is nobody's choice"
+    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), (
+        "a named variant is nobody's choice"
+    )
     write(run_dir / "steps.jsonl", {"step": 1})
     assert not record.unable(judged(spec))
 
 
 def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
     ask = Mock(side_effect=[Mock(total=16 * 2**30, used=2**30, free=15 * 2**30), None])
-    monkeypatch.setattr(torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16 * 2**30)))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16 * 2**30))
+    )
     monkeypatch.setattr(hardware, "ask_nvml", ask)
     assert (hardware._free_mib(), hardware._free_mib()) == (15 * 1024, 16 * 1024)
     ask.assert_called_with(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
@@ -270,10 +367,24 @@ def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
     BertConfig().save_pretrained(tmp_path)
     command = f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}"
     said, _, line = typed(command).splitlines()[:3]
-    assert said.startswith("recommended: E-t4-norm") and line.split()[:3] == ["E-t4-norm", "384", "32"]
+    assert said.startswith("recommended: E-t4-norm") and line.split()[:3] == [
+        "E-t4-norm",
+        "384",
+        "32",
+    ]
     assert 1 < choosing._needed_gib(unchosen(T4)) < 14.6
 
 
 def test_an_encoder_gets_what_its_layers_allow(tmp_path):
-    (spec,) = plan(["recommended"], "smoke", model=checkpoint("modernbert", tmp_path), machine=H100, runs=tmp_path)
-    assert spec.variant == "E-masters" and "since E-t4-norm" in spec.adjusted[0] and "predicted" not in spec.adjusted[0]
+    (spec,) = plan(
+        ["recommended"],
+        "smoke",
+        model=checkpoint("modernbert", tmp_path),
+        machine=H100,
+        runs=tmp_path,
+    )
+    assert (
+        spec.variant == "E-masters"
+        and "since E-t4-norm" in spec.adjusted[0]
+        and "predicted" not in spec.adjusted[0]
+    )

@@ -27,10 +27,19 @@ def spec():
 def test_an_older_record_has_null_for_a_score_that_came_later(spec, tmp_path):
     entry = record.new_record(spec, ENV)
     entry["task"]["scores"].remove("loss")
-    del entry["quality"]["loss"], entry["speed"]["mfu"], entry["speed"]["gpu_busy_polled"], entry["parallel"]["wrapper"]
+    del (
+        entry["quality"]["loss"],
+        entry["speed"]["mfu"],
+        entry["speed"]["gpu_busy_polled"],
+        entry["parallel"]["wrapper"],
+    )
     record.write_record(tmp_path, entry)
     again = record.read_record(tmp_path)
-    assert (again["quality"]["loss"], again["speed"]["mfu"], again["parallel"]["wrapper"]) == (None, None, None)
+    assert (again["quality"]["loss"], again["speed"]["mfu"], again["parallel"]["wrapper"]) == (
+        None,
+        None,
+        None,
+    )
     record.write_record(tmp_path, entry | {"quality": {"loss": "low"}})
     refused(r"quality\.loss is 'low'", record.read_record, tmp_path)
 
@@ -43,10 +52,16 @@ def test_an_older_record_has_the_default_of_what_could_be_chosen_later(spec, tmp
     assert (found["settings"]["norms"], found["preset"]["warmup"]) == ("native", 0.1)
 
 
-NO_RECORDS = [("{}", "schema None is not"), ("[]", "schema None is not"), ('{"schema": "qa_li', "not readable as JSON")]
+NO_RECORDS = [
+    ("{}", "schema None is not"),
+    ("[]", "schema None is not"),
+    ('{"schema": "qa_li', "not readable as JSON"),
+]
 
 
-@pytest.mark.parametrize(("content", "message"), [*NO_RECORDS, ('{"schema": "other/9"}', "schema 'other/9' is not")])
+@pytest.mark.parametrize(
+    ("content", "message"), [*NO_RECORDS, ('{"schema": "other/9"}', "schema 'other/9' is not")]
+)
 def test_a_record_that_cannot_be_trusted_is_refused_by_name(content, message, tmp_path, capsys):
     folder = tmp_path / "cpu-smoke" / "A1-s0-abcdef"
     folder.mkdir(parents=True)
@@ -63,7 +78,9 @@ def test_a_full_disk_keeps_the_old_record_and_says_so(spec, tmp_path):
     entry["error"]["message"] = "x" * 100_000
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, most))
     try:
-        refused("cannot write.*what was there before is intact", record.write_record, tmp_path, entry)
+        refused(
+            "cannot write.*what was there before is intact", record.write_record, tmp_path, entry
+        )
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (own, most))
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == {"record.json": before}
@@ -90,7 +107,9 @@ def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
 
 def test_records_name_the_code_they_come_from():
     inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    assert record.code_version()["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
+    assert record.code_version()["commit"] == (
+        inside.stdout.strip() if inside.returncode == 0 else None
+    )
 
 
 @pytest.fixture
@@ -116,12 +135,21 @@ def links(folder: Path, remote: str, code: int = 0) -> subprocess.CompletedProce
 
 
 def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
-    for remote in ("https://github.com/some-one/a.lab.git", "git@github.com:another/lab", "https://github.com/b/lab/"):
+    for remote in (
+        "https://github.com/some-one/a.lab.git",
+        "git@github.com:another/lab",
+        "https://github.com/b/lab/",
+    ):
         name = re.search(r"[\w-]+/[\w.]+?(?=(\.git)?/?$)", remote)[0]
         assert name in links(checkout, remote).stdout
-        assert f"repository-code: https://github.com/{name}\n" in (checkout / "CITATION.cff").read_text()
+        assert (
+            f"repository-code: https://github.com/{name}\n"
+            in (checkout / "CITATION.cff").read_text()
+        )
         for path in checkout.glob("notebooks/*.ipynb"):
-            assert set(re.findall(r"github(?:\.com)?/([\w-]+/[\w.-]*\w)", path.read_text())) == {name}, path
+            assert set(re.findall(r"github(?:\.com)?/([\w-]+/[\w.-]*\w)", path.read_text())) == {
+                name
+            }, path
         assert record.code_version()["dirty"] is False
 
 
@@ -144,18 +172,27 @@ def test_a_change_or_a_new_file_of_the_code_makes_a_checkout_dirty(checkout, nam
 
 def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
     monkeypatch.setenv("QA_LIB_COMMIT", "6a62aa811ff8dd3949b38cfc2455a4701afa452b")
-    assert record.code_version() == {"commit": "6a62aa811ff8dd3949b38cfc2455a4701afa452b", "dirty": None}
+    assert record.code_version() == {
+        "commit": "6a62aa811ff8dd3949b38cfc2455a4701afa452b",
+        "dirty": None,
+    }
     for name in ("6a62aa8", "main", "$(rm -rf)"):
         monkeypatch.setenv("QA_LIB_COMMIT", name)
         refused(r"QA_LIB_COMMIT=.*whole hash", record.code_version)
 
 
-OTHERS = {"device": lambda path: path.symlink_to("/dev/null"), "pipe": os.mkfifo, "folder": Path.mkdir}
+OTHERS = {
+    "device": lambda path: path.symlink_to("/dev/null"),
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+}
 
 
 @pytest.mark.parametrize("make", OTHERS.values(), ids=OTHERS)
 def test_only_regular_files_are_ever_replaced(make, tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "replace")  # for where they are not refused: /dev/null is the whole machine's
+    monkeypatch.delattr(
+        os, "replace"
+    )  # for where they are not refused: /dev/null is the whole machine's
     make(tmp_path / "there")
     before = (tmp_path / "there").lstat().st_mode
     refused("not a regular file", record.write_atomically, tmp_path / "there", "text")

@@ -26,31 +26,68 @@ from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS
 from tests.material import ROOT, change_record, committed, edited, leave, refused, write
 from tests.tiny import CPU, H200
 
-SPEEDS = {"A0": 95.0, "A1": 100.0, "A2": 120.0, "A3": 150.0, "A4-nb": 160.0, "A4": 200.0, "B1": 300.0, "C2": 80.0}
+SPEEDS = {
+    "A0": 95.0,
+    "A1": 100.0,
+    "A2": 120.0,
+    "A3": 150.0,
+    "A4-nb": 160.0,
+    "A4": 200.0,
+    "B1": 300.0,
+    "C2": 80.0,
+}
 
 
-def make(runs, variant, seed=0, *, machine=CPU, preset="smoke", status="ok", error=None, micro_batch=8, **values):
+def make(
+    runs,
+    variant,
+    seed=0,
+    *,
+    machine=CPU,
+    preset="smoke",
+    status="ok",
+    error=None,
+    micro_batch=8,
+    **values,
+):
     """Write one record as fit would; `values` replace sizes and numbers by name, None for not measured. Returns its
     folder."""
     data = {"name": "synthetic:1600", "sha256": "ab" * 32}
     model = {"name": values.get("model", "tiny"), "revision": values.get("revision", "1")}
     own = {name: values[name] for name in ("world", "batch") if "batch" in values}
-    spec = resolve(variant, preset, seed, machine, data, model, "synthetic:1600", "tiny", micro_batch, **own)
+    spec = resolve(
+        variant, preset, seed, machine, data, model, "synthetic:1600", "tiny", micro_batch, **own
+    )
     size = dataclasses.replace(spec.preset, max_length=values.get("length", spec.preset.max_length))
     asked = dataclasses.replace(spec.asked, precision=values.get("precision", spec.asked.precision))
     spec = dataclasses.replace(spec, preset=size, asked=asked, world=values.get("world", 1))
     sections = {"code": {"commit": "0123456789abcdef0123456789abcdef01234567", "dirty": False}}
     if status == "ok":
         speed = values.get("speed", SPEEDS.get(variant, 110.0))
-        steps = {"n": 270, "median": 32e3 / speed, "p10": 0.9 * 32e3 / speed, "p90": 1.2 * 32e3 / speed}
-        sections["time"] = {"train_s": 9600 / speed, "compile_s": 1.5, "eval_s": 1.0, "wall_s": 9600 / speed + 4.0}
+        steps = {
+            "n": 270,
+            "median": 32e3 / speed,
+            "p10": 0.9 * 32e3 / speed,
+            "p90": 1.2 * 32e3 / speed,
+        }
+        sections["time"] = {
+            "train_s": 9600 / speed,
+            "compile_s": 1.5,
+            "eval_s": 1.0,
+            "wall_s": 9600 / speed + 4.0,
+        }
         sections["time"] |= {"resumed_from_step": values.get("resumed"), "step_ms": steps}
         f1 = values.get("f1", 30.0 if variant == "A4-b" else 95.0)
         sections["quality"] = {"f1": f1, "best_f1": f1, "exact": f1, "n": 400}
         sections["speed"] = {"samples_per_s": speed}
-        sections["memory"] = {"peak_alloc_mib": values.get("peak", 2000.0 if machine is H200 else None)}
+        sections["memory"] = {
+            "peak_alloc_mib": values.get("peak", 2000.0 if machine is H200 else None)
+        }
         size = values.get("params", 75_000)
-        sections["model"] = {"params_total": size, "params_trainable": 750 if variant == "B1" else size}
+        sections["model"] = {
+            "params_total": size,
+            "params_trainable": 750 if variant == "B1" else size,
+        }
     return leave(runs, spec, status, error, {"python": "3.11", "gpu": None}, **sections)
 
 
@@ -65,8 +102,18 @@ def runs(tmp_path, monkeypatch):
     folder = Path("runs")
     for variant in ("A0", "A1", "A2", "A3", "A4-nb", "A4", "A4-b", "B1", "C2"):
         make(folder, variant)
-    make(folder, "D1-nvfuser", status="skipped", error={"kind": "skipped", "message": "no backend named 'nvfuser'"})
-    make(folder, "C1", status="oom", error={"kind": "OutOfMemoryError", "message": "CUDA out of memory", "step": 3})
+    make(
+        folder,
+        "D1-nvfuser",
+        status="skipped",
+        error={"kind": "skipped", "message": "no backend named 'nvfuser'"},
+    )
+    make(
+        folder,
+        "C1",
+        status="oom",
+        error={"kind": "OutOfMemoryError", "message": "CUDA out of memory", "step": 3},
+    )
     return folder
 
 
@@ -92,12 +139,16 @@ def test_a_mean_over_seeds_is_what_ratios_compare(runs):
     assert found.tolist() == [2, 250.0, 2.5, 96.0, 0.0], "A1 has the first seed alone"
 
 
-def test_intervals_need_three_seeds_and_are_those_of_students_t_and_of_scores_over_equal_seeds(runs):
+def test_intervals_need_three_seeds_and_are_those_of_students_t_and_of_scores_over_equal_seeds(
+    runs,
+):
     for seed, speed, base, own in ((1, 110.0, 90.0, 91.0), (2, 130.0, 80.0, 83.0)):
         make(runs, "A1", seed=seed, speed=speed, f1=base)
         make(runs, "A2", seed=seed, f1=own)
     line, of_three = lines_of(runs).loc[8], student.ppf(0.95, 2) / 3**0.5
-    assert line.loc["A1", "samples_per_s±"] == pytest.approx(of_three * np.std([100.0, 110.0, 130.0], ddof=1))
+    assert line.loc["A1", "samples_per_s±"] == pytest.approx(
+        of_three * np.std([100.0, 110.0, 130.0], ddof=1)
+    )
     assert math.isnan(line.loc["A1", "ratio±"]) and math.isnan(line.loc["A4", "samples_per_s±"])
     wanted = 4 / 3, of_three * np.std([0.0, 1.0, 3.0], ddof=1)
     assert tuple(line.loc["A2", ["delta", "delta±"]]) == pytest.approx(wanted)
@@ -122,7 +173,9 @@ def test_what_differs_within_a_group_is_an_axis(runs):
 def test_a_good_run_is_not_replaced_by_a_failed_one(runs):
     every = load_runs(runs).query("`spec.variant` == 'A4'")
     failed = every.assign(status="killed", **{"time.started": "2999-01-01T00:00:00"})
-    every = pd.concat([every, failed, failed.assign(**{"data.sha256": "cd" * 32})], ignore_index=True)
+    every = pd.concat(
+        [every, failed, failed.assign(**{"data.sha256": "cd" * 32})], ignore_index=True
+    )
     assert select(every, "cpu-smoke")["status"].tolist() == ["ok"]
 
 
@@ -130,26 +183,49 @@ def test_a_variant_without_a_result_stands_with_its_reason(runs):
     make(runs, "A3", seed=1, status="error", error={"kind": "ValueError", "message": "no luck"})
     table = result_table(summary(select(load_runs(runs), "cpu-smoke"))).set_index("variant")
     assert table.loc["D1-nvfuser", "note"] == "skipped: no backend named 'nvfuser'"
-    assert table.loc["A3", ["status", "note"]].tolist() == ["1 ok, 1 error", "seed 1 error: no luck"]
-    assert table.loc["C1", "samples/s"] == "–" and table.loc["A1", "note"] == "–" and "peak MiB" not in table
+    assert table.loc["A3", ["status", "note"]].tolist() == [
+        "1 ok, 1 error",
+        "seed 1 error: no luck",
+    ]
+    assert (
+        table.loc["C1", "samples/s"] == "–"
+        and table.loc["A1", "note"] == "–"
+        and "peak MiB" not in table
+    )
 
 
 def test_the_newest_of_two_runs_counts_and_what_cannot_be_compared_is_refused(runs):
     change_record(make(runs, "A2", speed=500.0), data={"sha256": "cd" * 32})
-    refused(r"data\.sha256 is 'cd.* in A2-.* and .* in the older .*A1-s0.*; move", select, load_runs(runs), "cpu-smoke")
-    refused(r"group 'other' has no records \(groups with records: cpu-smoke", select, load_runs(runs), "other")
+    refused(
+        r"data\.sha256 is 'cd.* in A2-.* and .* in the older .*A1-s0.*; move",
+        select,
+        load_runs(runs),
+        "cpu-smoke",
+    )
+    refused(
+        r"group 'other' has no records \(groups with records: cpu-smoke",
+        select,
+        load_runs(runs),
+        "other",
+    )
 
 
 def test_where_nothing_is_scored_models_of_one_name_and_size_are_compared(runs):
     cases = [("A1", "2", 75_000), ("B1", "2", 80_000), ("A1", "1", 75_000), ("A4", "3", 76_000)]
-    for variant, revision, params in cases:  # the second has adapters on top of the first's, the last is another model
+    for (
+        variant,
+        revision,
+        params,
+    ) in cases:  # the second has adapters on top of the first's, the last is another model
         make(runs, variant, preset="bench", revision=revision, params=params)
     assert select(load_runs(runs), "cpu-bench")["model"].value_counts().tolist() == [2, 1]
 
 
 def test_a_record_that_cannot_be_trusted_is_left_out_by_name(runs, capsys):
     edited(make(runs, "A2") / "record.json", group="other")
-    assert "A2" not in set(load_runs(runs)["spec.variant"]) and "left out: " in capsys.readouterr().err
+    assert (
+        "A2" not in set(load_runs(runs)["spec.variant"]) and "left out: " in capsys.readouterr().err
+    )
 
 
 def test_the_cost_is_that_of_a_run_which_found_nothing_compiled(runs):
@@ -165,7 +241,9 @@ def test_a_familys_table_has_the_baseline_and_what_its_variants_change(runs):
     own, other = (by_variant[name].record for name in ("B1", "A4"))
     assert list(family_table(every, [own])["variant"]) == ["A1", "A3", "B1"]
     shown = family_table(every, [own, other])
-    assert list(shown["variant"]) == ["A1", "A3", "A4", "B1"] and "samples/s" not in shown, "a CPU's rank nothing"
+    assert list(shown["variant"]) == ["A1", "A3", "A4", "B1"] and "samples/s" not in shown, (
+        "a CPU's rank nothing"
+    )
     assert change("A4") == "A4-nb + group_by_length: True" and change("A1") == "baseline"
     assert change("A4", "A2") == "A2 + compile: inductor + padding: longest + group_by_length: True"
 
@@ -181,13 +259,24 @@ def test_published_training_times_agree_with_published_throughput():
 
 def judged(**scores):
     """Runs of some variants with F1 by seed, at both thresholds."""
-    found = [(name, seed, f1, f1, "ok", "qa") for name, values in scores.items() for seed, f1 in enumerate(values)]
+    found = [
+        (name, seed, f1, f1, "ok", "qa")
+        for name, values in scores.items()
+        for seed, f1 in enumerate(values)
+    ]
     columns = "spec.variant spec.seed quality.f1 quality.best_f1 status task.name".split()
     return pd.DataFrame(found, columns=columns).assign(group="h100-80gb-hbm3-quality")
 
 
 def test_a_variant_is_equal_where_its_whole_interval_lies_within_the_margin():
-    runs = judged(A1=[60, 61, 62], A2=[60, 61, 62], A3=[57, 58, 59.5], A4=[61.9, 62.4, 63], C1=[58, 61.5, 64], B2=[60])
+    runs = judged(
+        A1=[60, 61, 62],
+        A2=[60, 61, 62],
+        A3=[57, 58, 59.5],
+        A4=[61.9, 62.4, 63],
+        C1=[58, 61.5, 64],
+        B2=[60],
+    )
     found = stats.equivalence(runs)["verdict"].to_dict()
     assert found == {"A2": "within", "A3": "beyond", "A4": "no worse", "C1": "open", "B2": "open"}
     refused("hbm3-quality shares three seeds", stats.equivalence, judged(A1=[60, 61], A2=[60, 61]))
@@ -216,34 +305,56 @@ def test_a_card_is_named_with_what_suits_it():
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
     every = committed()
     every = every[every["spec.preset.name"] != "minutes"]
-    assert readme.headline(every, load.REFERENCE).startswith("**Projected from measured speed: three epochs")
+    assert readme.headline(every, load.REFERENCE).startswith(
+        "**Projected from measured speed: three epochs"
+    )
     own = select(every, load.REFERENCE)
     whole = own[own["spec.variant"].isin(["A0-longest", RECOMMENDED]) & own["micro_batch"].eq(32)]
-    whole = whole.assign(group="h200-minutes", **{"time.compile_cached": False, "spec.n_train": 1000})
+    whole = whole.assign(
+        group="h200-minutes", **{"time.compile_cached": False, "spec.n_train": 1000}
+    )
     epochs = whole["spec.variant"].map({"A0-longest": 1.0, RECOMMENDED: 3.0})
     seconds = whole["spec.variant"].map({"A0-longest": 300.0, RECOMMENDED: 150.0})
-    whole = whole.assign(**{"spec.preset.name": "minutes", load.EPOCHS: epochs, "time.notebook_s": seconds})
+    whole = whole.assign(
+        **{"spec.preset.name": "minutes", load.EPOCHS: epochs, "time.notebook_s": seconds}
+    )
     whole["time.first_step_s"] = 30.0
     said = readme.headline(pd.concat([every, whole], ignore_index=True), load.REFERENCE)
-    assert "**Three epochs of 1,000 samples train BERT-base in 2.5 minutes on one NVIDIA H100 80GB HBM3" in said
+    assert (
+        "**Three epochs of 1,000 samples train BERT-base in 2.5 minutes on one NVIDIA H100 80GB HBM3"
+        in said
+    )
     assert "`transformers.Trainer` takes 14.0 as it comes.**" in said and "Projected" not in said
     assert "to the last step" in said and "A0-longest: start, 3 times one epoch)" in said
     whole["quality.f1"] = 80.0
-    assert "to the score" in readme.headline(pd.concat([every, whole], ignore_index=True), load.REFERENCE)
+    assert "to the score" in readme.headline(
+        pd.concat([every, whole], ignore_index=True), load.REFERENCE
+    )
 
 
 def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     """Scores, several GPUs and the language model are then those of the card that has them."""
     every = committed()
     own = {"group": "new-bench", "spec.hardware": "new", "env.gpu": "NEW"}
-    every = pd.concat([every, every[every["group"] == load.REFERENCE].assign(**own)], ignore_index=True)
+    every = pd.concat(
+        [every, every[every["group"] == load.REFERENCE].assign(**own)], ignore_index=True
+    )
     said = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
     assert "on one NEW" in said[0] and "8 seeds" in said[0] and "4 GPUs train" in "".join(said)
 
 
 def test_plain_pytorch_stands_beside_the_trainer_where_it_ran():
-    minutes = {"A0-longest": 12.0, "A0-compile": 5.8, "E-plain": 3.0, "E-plain-graphs": 2.9, RECOMMENDED: 1.9}
-    rivals, asked = "5.8 with torch.compile, and plain PyTorch 2.9 at its best", pd.Series(minutes | {"A0": 12.0})
+    minutes = {
+        "A0-longest": 12.0,
+        "A0-compile": 5.8,
+        "E-plain": 3.0,
+        "E-plain-graphs": 2.9,
+        RECOMMENDED: 1.9,
+    }
+    rivals, asked = (
+        "5.8 with torch.compile, and plain PyTorch 2.9 at its best",
+        pd.Series(minutes | {"A0": 12.0}),
+    )
     assert readme._rivals(asked) == f"12.0 as it comes, {rivals}"
     assert readme._rivals(asked.drop("A0-longest")) == rivals
     assert readme._rivals(asked[["E-plain", "A0"]]) == "", "of the Trainer's ways A0 is neither"
@@ -256,23 +367,40 @@ def test_efficiencies_are_against_the_variant_that_shares_nothing(tmp_path):
     rates = ("E-dropout", 1, 32, 100), ("E-dropout", 1, 8, 50), ("P-one-bucket", 4, 32, 160)
     for (variant, world, batch, rate), seed in itertools.product(rates, range(3)):
         values = {"world": world, "batch": batch, "speed": rate + seed, "peak": rate + seed}
-        make(tmp_path, variant, seed, machine=dataclasses.replace(H200, gpus=4), preset="parallel", **values)
+        make(
+            tmp_path,
+            variant,
+            seed,
+            machine=dataclasses.replace(H200, gpus=4),
+            preset="parallel",
+            **values,
+        )
     runs = select(load_runs(tmp_path), "h200-parallel")
     runs["parallel.rank_peak_mib.3"] = 2 * runs["memory.peak_alloc_mib"].where(runs["world"] == 4)
     lines = scaling.scaling(runs)
-    assert lines["peak_mib"].tolist() == [51.0, 101.0, 2 * 161.0], "the process with the most, a mean over seeds"
+    assert lines["peak_mib"].tolist() == [51.0, 101.0, 2 * 161.0], (
+        "the process with the most, a mean over seeds"
+    )
     line = lines.query("variant == 'P-one-bucket'").iloc[0]
-    assert line["strong"] == pytest.approx(161 / 4 / 101) and line["weak"] == pytest.approx(161 / 4 / 51)
+    assert line["strong"] == pytest.approx(161 / 4 / 101) and line["weak"] == pytest.approx(
+        161 / 4 / 51
+    )
     assert line["reference"] == "E-dropout" and line["strong±"] > 0
-    assert scaling.speed_finding(line.to_frame().T).startswith("4 GPUs train ×3.16 as fast as one at 8 samples each")
+    assert scaling.speed_finding(line.to_frame().T).startswith(
+        "4 GPUs train ×3.16 as fast as one at 8 samples each"
+    )
 
 
 def test_the_noise_scale_predicts_what_a_batch_teaches():
     steps = pd.DataFrame({"step": range(1, 201), "loss": np.linspace(4, 1, 200), "phi": 96.0})
-    logs = pd.DataFrame({"variant": "P-one-bucket", "seed": 0, "world": 1, "batch": [32, 64], "log": [steps, steps]})
+    logs = pd.DataFrame(
+        {"variant": "P-one-bucket", "seed": 0, "world": 1, "batch": [32, 64], "log": [steps, steps]}
+    )
     worth, loss = scaling.batch_worth(logs)
     assert worth.loc[64, "predicted"] == pytest.approx((96 + 32) / (96 + 64))
-    assert worth.loc[64, "measured"] == pytest.approx(0.5) and loss > 1  # as many steps of twice the samples
+    assert (
+        worth.loc[64, "measured"] == pytest.approx(0.5) and loss > 1
+    )  # as many steps of twice the samples
     with pytest.raises(NotMeasured):
         scaling.batch_worth(logs[:1])
 
@@ -286,13 +414,23 @@ def test_memory_is_a_fixed_cost_and_one_a_token():
 def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
     speeds = ("E-uncompiled", 200.0), ("E-plain-graphs", 100.0)
     for seed, size, (variant, speed) in itertools.product(range(3), (8, 32, 64), speeds):
-        sizes = {"micro_batch": size, "batch": max(size, 32), "world": 1, "speed": speed + 40.0 * seed * (size == 8)}
+        sizes = {
+            "micro_batch": size,
+            "batch": max(size, 32),
+            "world": 1,
+            "speed": speed + 40.0 * seed * (size == 8),
+        }
         make(tmp_path, variant, seed, machine=H200, preset="bench", **sizes)
-    assert readme.lead(load_runs(tmp_path), "h200-bench").endswith(" by ×2.00 at 32, ×2.00 at 64 samples a pass.")
+    assert readme.lead(load_runs(tmp_path), "h200-bench").endswith(
+        " by ×2.00 at 32, ×2.00 at 64 samples a pass."
+    )
 
 
 def test_the_lead_is_over_the_compiled_trainer_at_equal_batches():
-    peers, own = [("A0-compile", 8, 10), ("A0-compile", 32, 20)], [("E-uncompiled", 8, 40), ("E-uncompiled", 32, 60)]
+    peers, own = (
+        [("A0-compile", 8, 10), ("A0-compile", 32, 20)],
+        [("E-uncompiled", 8, 40), ("E-uncompiled", 32, 60)],
+    )
     table = pd.DataFrame([*peers, *own, ("A0", 8, 1)], columns=["variant", "micro_batch", "speed"])
     variant, peer, factors = scaling.lead(table)
     assert (variant, peer, factors.to_dict()) == ("E-uncompiled", "A0-compile", {8: 4.0, 32: 3.0})
@@ -314,7 +452,10 @@ def test_profiles_are_drawn_unless_their_code_took_other_memory(tmp_path):
         write(run / "profile.json", profile | {"run_id": run.name, "group": run.parent.name})
     runs = select(load_runs(tmp_path), "h200-smoke")
     assert style.title_of(figures.fig_step(runs)) == "A step takes 7.50 ms in A1, 7.50 ms in A3"
-    assert [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()] == ["A1", "A3"]
+    assert [label.get_text() for label in figures.fig_phases(runs).axes[0].get_yticklabels()] == [
+        "A1",
+        "A3",
+    ]
 
 
 # Figures.
@@ -324,7 +465,13 @@ def test_the_ladder_says_how_far_it_reaches(own):
     figure = figures.fig_ladder(own)
     title = "On a CPU: A4 trains 2.00× as fast as A1, 2.11× as fast as the plain Trainer (A0)"
     words = {text.get_text() for text in figure.axes[0].texts}
-    assert style.title_of(figure) == title and words >= {"samples/s", "× A1", "× variant above", "1.25", "0.95 (A1)"}
+    assert style.title_of(figure) == title and words >= {
+        "samples/s",
+        "× A1",
+        "× variant above",
+        "1.25",
+        "0.95 (A1)",
+    }
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
@@ -335,7 +482,9 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_pat
     shown = style.show(figures.fig_ladder, own, save="figures")
     ((title, png),) = style.figures_of(Path("figures/cpu-smoke"))
     with Image.open("figures/cpu-smoke/ladder.png") as image:
-        assert image.text["Title"] == title == shown.alt and image.text["Records"] == style.digest(own)
+        assert image.text["Title"] == title == shown.alt and image.text["Records"] == style.digest(
+            own
+        )
     style.show(figures.fig_ladder, own, save="figures")
     assert Path("figures/cpu-smoke/ladder.png").read_bytes() == png
     assert style.digest(own[1:]) != style.digest(own)
@@ -346,11 +495,17 @@ def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own, tmp_pat
 
 def test_a_step_that_got_shorter_says_what_shrank():
     """Here with the time of one part that is as long as before and of two that are not."""
-    profile, shown, parts = a_profile(), {}, {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0}
+    profile, shown, parts = (
+        a_profile(),
+        {},
+        {"attention": 4.0, "copies": 3.0, "norms and elementwise": 9.0},
+    )
     for name, own in (("A1", parts), ("A3", parts | {"copies": 1.0, "norms and elementwise": 0.5})):
         times = profile["time"] | {"step_ms": sum(own.values()), "parts": {"forward": own}}
         shown[name] = profile | {"time": times}
-    title = "A step takes 16.0 ms in A1, 5.50 ms in A3; norms and elementwise + copies: 12.0 → 1.50 ms"
+    title = (
+        "A step takes 16.0 ms in A1, 5.50 ms in A3; norms and elementwise + copies: 12.0 → 1.50 ms"
+    )
     assert style.title_of(figures.step(shown)) == title
     assert style.title_of(figures.step({"A1": shown["A1"]})) == "A step takes 16.0 ms in A1"
 
@@ -360,12 +515,16 @@ def test_axes_write_thousands_and_captions_two_versions_as_tables_do():
     axis = figure.subplots()
     axis.set(xlim=(0, 12_000), ylim=(0, 1.2))
     style.png(figure)
-    assert {"12,000", "1.0"} <= {label.get_text() for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]}
+    assert {"12,000", "1.0"} <= {
+        label.get_text() for label in [*axis.get_xticklabels(), *axis.get_yticklabels()]
+    }
     assert (style.code("a, b"), style.code("a, b, c, d")) == ("Code a, b", "Code a, b, and 2 more")
 
 
 def test_what_cannot_be_shown_is_a_sentence(own):
-    assert style.show(figures.fig_step, own).data.startswith("*Not shown: no run of this group has a profile")
+    assert style.show(figures.fig_step, own).data.startswith(
+        "*Not shown: no run of this group has a profile"
+    )
     assert style.show(lambda: {}["x"]).data.startswith("*Not shown: KeyError")
 
 
@@ -389,10 +548,15 @@ def test_the_readme_is_made_of_committed_groups_and_checked(front, runs, capsys,
     assert main(["report", "--check"]) == 1
     assert main(["report", "--readme"]) == 0
     text = front.read_text()
-    assert all(words in text for words in ("| A1 | ", "`cpu-smoke`", "What is missing here is not known"))
+    assert all(
+        words in text for words in ("| A1 | ", "`cpu-smoke`", "What is missing here is not known")
+    )
     assert "cpu-local" not in text and text.endswith("tail\n") and main(["report", "--check"]) == 0
     front.write_text(text.replace("| A1 |", "| A9 |"))
-    assert main(["report", "--check"]) == 1 and "README.md is not up to date" in capsys.readouterr().out
+    assert (
+        main(["report", "--check"]) == 1
+        and "README.md is not up to date" in capsys.readouterr().out
+    )
 
 
 def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(front, typed):
@@ -403,17 +567,32 @@ def test_a_readme_without_markers_and_a_folder_without_git_are_clear_errors(fron
 
 def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs, typed):
     said = typed("report").splitlines()
-    assert len(said) <= 30 and max(map(len, said)) <= 100 and said[0] == "Group cpu-smoke: 11 runs, micro-batch 8"
-    text, words = Path("figures/cpu-smoke/report.md").read_text(), ("| A1 |", "| D1-nvfuser |", "*Not shown: ")
+    assert (
+        len(said) <= 30
+        and max(map(len, said)) <= 100
+        and said[0] == "Group cpu-smoke: 11 runs, micro-batch 8"
+    )
+    text, words = (
+        Path("figures/cpu-smoke/report.md").read_text(),
+        ("| A1 |", "| D1-nvfuser |", "*Not shown: "),
+    )
     assert [each for each in ("![On a CPU: A4 trains", *words) if each not in text] == []
     assert Path("figures/cpu-smoke/ladder.png").is_file()
     assert re.findall(r"\*No (?:figure|table): \w+Error.*", text) == []
 
 
 def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_beside(runs):
-    said = cli.overview(pd.concat([load_runs(runs), committed().query("group == @load.REFERENCE")]), "cpu-smoke")
-    ratio = figures.timed(select(committed(), load.REFERENCE)).set_index("variant").loc["A3", "ratio"]
-    assert " samples/s" not in said and "speed × A1 on one NVIDIA H100" in said and f"{ratio:.2f}" in said
+    said = cli.overview(
+        pd.concat([load_runs(runs), committed().query("group == @load.REFERENCE")]), "cpu-smoke"
+    )
+    ratio = (
+        figures.timed(select(committed(), load.REFERENCE)).set_index("variant").loc["A3", "ratio"]
+    )
+    assert (
+        " samples/s" not in said
+        and "speed × A1 on one NVIDIA H100" in said
+        and f"{ratio:.2f}" in said
+    )
     assert len(cli.overview(committed(), load.REFERENCE).splitlines()) <= 26
 
 
@@ -452,6 +631,8 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
 def test_a_group_of_another_task_judges_none_and_one_without_its_baseline_is_not_quoted():
     """All ratios are to the baseline; a language model has no F1."""
     every = committed()
-    assert set(load.judging(every, "h100-80gb-hbm3-lm-bench")["group"]) == {"h100-80gb-hbm3-lm-bench"}
+    assert set(load.judging(every, "h100-80gb-hbm3-lm-bench")["group"]) == {
+        "h100-80gb-hbm3-lm-bench"
+    }
     assert "L1" in set(load.nearest(every, load.REFERENCE, "lm-bench")["spec.variant"])
     assert load.nearest(every[every["spec.variant"] != "L1"], load.REFERENCE, "lm-bench").empty

@@ -19,13 +19,20 @@ def asked(key: str, *golds: str) -> Example:
     return Example(key, "A", "", "", tuple((gold, 0) for gold in golds))
 
 
-EXAMPLES = [asked("one", "the Rhine", "Rhine river", "Rhine"), asked("two", "a b c d"), asked("bare", "The", "--")]
+EXAMPLES = [
+    asked("one", "the Rhine", "Rhine river", "Rhine"),
+    asked("two", "a b c d"),
+    asked("bare", "The", "--"),
+]
 EXAMPLES += [asked("none"), asked("void")]
 PREDICTIONS = {"one": "The Rhine.", "two": "b d d x", "bare": "", "none": "", "void": "something"}
 
 
 def test_ties_of_probabilities_keep_their_files_order():
-    examples, texts = [asked("yes", "x"), asked("no"), asked("also", "y")], {"yes": "x", "no": "z", "also": "y"}
+    examples, texts = (
+        [asked("yes", "x"), asked("no"), asked("also", "y")],
+        {"yes": "x", "no": "z", "also": "y"},
+    )
     for order, best in ((["yes", "also", "no"], 300.0 / 3), (["no", "yes", "also"], 200.0 / 3)):
         assert score(examples, texts, dict.fromkeys(order, 0.5))["best_exact"] == best
 
@@ -62,7 +69,9 @@ def test_sums_run_in_the_datas_order():
 
 def official_normal(text: str) -> str:
     """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole runs of letters."""
-    runs = re.split(r"(\w+)", "".join(letter for letter in text.lower() if letter not in string.punctuation))
+    runs = re.split(
+        r"(\w+)", "".join(letter for letter in text.lower() if letter not in string.punctuation)
+    )
     return " ".join("".join(" " if run in ("a", "an", "the") else run for run in runs).split())
 
 
@@ -86,16 +95,25 @@ def official(examples, texts, odds, threshold) -> dict[str, float]:
     for example in examples:
         golds = [text for text, _ in example.answers if official_normal(text)] or [""]
         said = texts[example.id]
-        raw["exact"][example.id] = max(float(official_normal(gold) == official_normal(said)) for gold in golds)
+        raw["exact"][example.id] = max(
+            float(official_normal(gold) == official_normal(said)) for gold in golds
+        )
         raw["f1"][example.id] = max(official_f1(gold, said) for gold in golds)
     has = {example.id: bool(example.answers) for example in examples}
-    groups = {"": [*has], "HasAns_": [key for key in has if has[key]], "NoAns_": [key for key in has if not has[key]]}
+    groups = {
+        "": [*has],
+        "HasAns_": [key for key in has if has[key]],
+        "NoAns_": [key for key in has if not has[key]],
+    }
     for prefix, group in groups.items():
         for name, values in raw.items():
             # Above the threshold it counts as silent, which is right where there is no answer.
             final = [float(not has[key]) if odds[key] > threshold else values[key] for key in group]
             if group:
-                found[f"{prefix}{name}"], found[f"{prefix}total"] = 100 * sum(final) / len(group), len(group)
+                found[f"{prefix}{name}"], found[f"{prefix}total"] = (
+                    100 * sum(final) / len(group),
+                    len(group),
+                )
     for name, values in raw.items():
         # Silence on all, then each threshold. A text for a question without an answer is wrong here, whatever it is.
         tries = [(sum(not answered for answered in has.values()), 0.0)]
@@ -132,9 +150,14 @@ def test_fuzzed_predictions_have_the_figures_of_the_official_rules():
     for seed in range(500):
         examples, texts, odds = fuzzed(seed)
         threshold = random.Random(seed).choice([-1.0, 0.0, 0.5, 5.0])
-        found, wanted = score(examples, texts, odds, threshold), official(examples, texts, odds, threshold)
+        found, wanted = (
+            score(examples, texts, odds, threshold),
+            official(examples, texts, odds, threshold),
+        )
         assert found == pytest.approx(wanted, abs=1e-9), seed
-        assert score(examples, texts, odds) == pytest.approx(official(examples, texts, odds, 1.0), abs=1e-9), seed
+        assert score(examples, texts, odds) == pytest.approx(
+            official(examples, texts, odds, 1.0), abs=1e-9
+        ), seed
 
 
 def as_the_hub_has_it(examples, texts, odds) -> dict:
@@ -142,7 +165,10 @@ def as_the_hub_has_it(examples, texts, odds) -> dict:
     names = ("id", "prediction_text", "no_answer_probability")
     given = [dict(zip(names, (key, text, odds[key]), strict=True)) for key, text in texts.items()]
     rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in examples]
-    return {"predictions": given, "references": [{name: row[name] for name in ("id", "answers")} for row in rows]}
+    return {
+        "predictions": given,
+        "references": [{name: row[name] for name in ("id", "answers")} for row in rows],
+    }
 
 
 def test_the_hubs_own_metric_agrees():
@@ -166,13 +192,26 @@ def run(*words):
 @pytest.fixture
 def files(tmp_path):
     data = document(("The Rhine flows", [question("q1", "x", ("Rhine", 4)), question("q2", "y")]))
-    contents = {"data": data, "predictions": {"q1": "the Rhine", "q2": "north"}, "odds": {"q1": -3, "q2": 4.5}}
-    return SimpleNamespace(**{name: write(tmp_path / f"{name}.json", content) for name, content in contents.items()})
+    contents = {
+        "data": data,
+        "predictions": {"q1": "the Rhine", "q2": "north"},
+        "odds": {"q1": -3, "q2": 4.5},
+    }
+    return SimpleNamespace(
+        **{name: write(tmp_path / f"{name}.json", content) for name, content in contents.items()}
+    )
 
 
 def test_command_line(files, capsys):
     assert run(files.data, files.predictions) == 0
-    expected = {"exact": 50.0, "f1": 50.0, "total": 2, "HasAns_exact": 100.0, "HasAns_f1": 100.0, "HasAns_total": 1}
+    expected = {
+        "exact": 50.0,
+        "f1": 50.0,
+        "total": 2,
+        "HasAns_exact": 100.0,
+        "HasAns_f1": 100.0,
+        "HasAns_total": 1,
+    }
     expected |= {"NoAns_exact": 0.0, "NoAns_f1": 0.0, "NoAns_total": 1}
     assert [*json.loads(capsys.readouterr().out).items()] == [*expected.items()], "in that order"
     assert run(files.data, files.predictions, "--na-prob", files.odds, "--na-threshold", "4") == 0
@@ -182,22 +221,31 @@ def test_command_line(files, capsys):
 
 
 WRONG = {": not an object": '["q1"]', ": not JSON": '{"q1": '}
-WRONG[" for .*data.json: no prediction for 1 of 2 questions, .*: article 'Rivers', question 'q2'"] = '{"q1": ""}'
-WRONG[" for .*data.json: a prediction for 1 questions that .*: 'q3'"] = '{"q1": "", "q2": "", "q3": ""}'
+WRONG[
+    " for .*data.json: no prediction for 1 of 2 questions, .*: article 'Rivers', question 'q2'"
+] = '{"q1": ""}'
+WRONG[" for .*data.json: a prediction for 1 questions that .*: 'q3'"] = (
+    '{"q1": "", "q2": "", "q3": ""}'
+)
 
 
 def test_command_line_errors_name_the_file(files):
     refused("none.json: No such file", run, files.data, files.data.with_name("none.json"))
     refused("Is a directory", run, files.data, files.data.parent)
     words = "--na-prob", write(files.odds, {"q1": float("inf"), "q2": 0})
-    refused("question 'q1': inf is no no-answer probability", run, files.data, files.predictions, *words)
+    refused(
+        "question 'q1': inf is no no-answer probability", run, files.data, files.predictions, *words
+    )
     for said, text in WRONG.items():
         files.predictions.write_text(text)
         refused(rf"predictions\.json{said}", run, files.data, files.predictions)
 
 
 def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
-    write(files.data, document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])))
+    write(
+        files.data,
+        document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])),
+    )
     refused("--fix-spans", run, files.data, files.predictions)
     assert run(files.data, files.predictions, "--fix-spans") == 0
     assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
@@ -211,7 +259,12 @@ def test_metric_needs_no_network():
     for text, reference in zip(texts, references, strict=True):
         metric.add(prediction=text, reference=reference)
     assert metric.compute(no_answer_threshold=0.3) == score(EXAMPLES, PREDICTIONS, odds, 0.3)
-    refused("no prediction for 1 of 5", metric.compute, predictions=[*texts[1:], texts[1]], references=references)
+    refused(
+        "no prediction for 1 of 5",
+        metric.compute,
+        predictions=[*texts[1:], texts[1]],
+        references=references,
+    )
 
 
 def test_scoring_imports_neither_evaluate_nor_torch():

@@ -40,7 +40,10 @@ CPU = dataclasses.replace(tiny.CPU, torchao=find_spec("torchao") is not None)
 RECIPES = ("all", "lora-qv", "lora-all-r4", "bitfit", "freeze-bottom-10", "freeze-last-4")
 # What rivals and language models alone have: see test_lm_fused.py.
 ELSEWHERE = {"plain", "pure-bf16", "reduce-overhead", "triton-causal", "chunked", "chunked-fp8"}
-VALUES = {name: tuple(value for value in values if value not in ELSEWHERE) for name, values in choices().items()}
+VALUES = {
+    name: tuple(value for value in values if value not in ELSEWHERE)
+    for name, values in choices().items()
+}
 VALUES |= {"trainable": RECIPES, "micro_batch": (8, 4)}
 # What a value needs of other settings; where the pair under test does not set them itself, these are set with it.
 # Of optimizers that hold masters: in fp16 the first step may find the loss scaled too much.
@@ -118,18 +121,24 @@ class Seen:
         for name, module in (("loop", loop), ("trainer", trainer)):
             monkeypatch.setattr(module, "train", noting(self.engines.append, name, module.train))
         # Weights are rounded to 4 bits when they are moved.
-        before = {name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()}
+        before = {
+            name: p.detach().clone() for name, p in build_model(spec).to("cpu").named_parameters()
+        }
         self.model, self.batches = build_model(spec), batches_of(data.samples, spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         _, self.optimizer, *_ = trained(spec, data.samples, folder, self.model)
         after = dict(self.model.named_parameters())
         now = {name: data_parallel.gather(p.detach()) for name, p in after.items()}
-        self.moved = {name for name, p in now.items() if not torch.equal(p, before[name].to(p.dtype))}
+        self.moved = {
+            name for name, p in now.items() if not torch.equal(p, before[name].to(p.dtype))
+        }
         self.trains = {name for name, p in after.items() if p.requires_grad}
 
     def _look(self, module, inputs, output):
         self.shapes.append(tuple(inputs[0].shape))
-        self.autocast.add(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None)
+        self.autocast.add(
+            torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        )
 
     def has(self, kind) -> bool:
         return any(isinstance(module, kind) for module in self.model.modules())
@@ -141,17 +150,30 @@ def trains_as_named(seen: Seen, recipe: str) -> bool:
     every = {name for name, _ in seen.model.named_parameters()}
     expected = {
         "all": every,
-        "lora-qv": {name for name in every if ".lora_" in name and ("query" in name or "value" in name)} | head,
+        "lora-qv": {
+            name for name in every if ".lora_" in name and ("query" in name or "value" in name)
+        }
+        | head,
         "lora-all-r4": {name for name in every if ".lora_" in name} | head,
         "bitfit": {name for name in every if name.endswith(".bias")} | head,
-        "freeze-bottom-10": {name for name in every if "embeddings" not in name and ".layer.0." not in name},
+        "freeze-bottom-10": {
+            name for name in every if "embeddings" not in name and ".layer.0." not in name
+        },
         "freeze-last-4": {name for name in every if ".layer.1." not in name},
     }[recipe]
-    return bool(head) and names == expected and seen.moved <= names and len(seen.moved) > len(names) / 3
+    return (
+        bool(head)
+        and names == expected
+        and seen.moved <= names
+        and len(seen.moved) > len(names) / 3
+    )
 
 
 def attends(seen: Seen, kernel: str) -> bool:
-    return seen.model.config._attn_implementation == ("packed-" * (seen.spec.settings.padding == "packed")) + kernel
+    return (
+        seen.model.config._attn_implementation
+        == ("packed-" * (seen.spec.settings.padding == "packed")) + kernel
+    )
 
 
 def pads(seen: Seen, padding: str) -> bool:
@@ -165,13 +187,20 @@ def pads(seen: Seen, padding: str) -> bool:
 def grouped(seen: Seen, value: bool) -> bool:
     if seen.spec.settings.engine == "trainer":
         return seen.trainer_order == ("group_by_length" if value else "random")
-    lengths, steps = seen.batches.samples.lengths, range(seen.batches.per_epoch // seen.spec.accumulation)
+    lengths, steps = (
+        seen.batches.samples.lengths,
+        range(seen.batches.per_epoch // seen.spec.accumulation),
+    )
     spread = np.mean([np.ptp(lengths[m]) for step in steps for m in seen.batches.step(step)])
     return (spread < 15) == value
 
 
 def rounds(seen: Seen, width: str) -> bool:
-    types = {module.weight_fake_quantizer.config.dtype for module in seen.model.modules() if is_rounding(module)}
+    types = {
+        module.weight_fake_quantizer.config.dtype
+        for module in seen.model.modules()
+        if is_rounding(module)
+    }
     return types == (set() if width == "none" else {getattr(torch, width)})
 
 
@@ -183,7 +212,9 @@ def moments_of(optimizer) -> torch.dtype | None:
 
 
 OPTIMIZERS = {
-    "adamw": lambda optimizer: type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"],
+    "adamw": lambda optimizer: (
+        type(optimizer) is torch.optim.AdamW and not optimizer.defaults["fused"]
+    ),
     "adamw-fused": lambda optimizer: "AdamW" in repr(optimizer) and optimizer.defaults["fused"],
     "adamw-8bit": lambda optimizer: type(optimizer).__name__ == "AdamW8bit",
     "adamw-master": lambda optimizer: moments_of(optimizer) == torch.float32,
@@ -203,13 +234,20 @@ DTYPES = {"bf16": torch.bfloat16, "fp32": None}
 DROPOUTS = (torch.nn.Dropout, HashDropout)
 EFFECTS = {  # setting -> whether its value was seen at work
     "engine": lambda seen, value: seen.engines == [value],
-    "precision": lambda seen, value: seen.autocast == {None if seen.spec.settings.half_weights else DTYPES[value]},
+    "precision": lambda seen, value: (
+        seen.autocast == {None if seen.spec.settings.half_weights else DTYPES[value]}
+    ),
     "attention": attends,
     "qkv": lambda seen, value: seen.has(FusedSelfAttention) == (value == "fused"),
     "dropout": lambda seen, value: (
-        seen.has(HashDropout) == (value != "philox" or seen.spec.settings.attention == "triton-varlen")
-        and (value != "hash" or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout)))
-        and (value == "none") == all(m.p == 0 for m in seen.model.modules() if isinstance(m, DROPOUTS))
+        seen.has(HashDropout)
+        == (value != "philox" or seen.spec.settings.attention == "triton-varlen")
+        and (
+            value != "hash"
+            or any(m.seed for m in seen.model.modules() if isinstance(m, HashDropout))
+        )
+        and (value == "none")
+        == all(m.p == 0 for m in seen.model.modules() if isinstance(m, DROPOUTS))
     ),
     **dict.fromkeys(("loss", "feed_forward"), lambda seen, value: value == "native"),
     "norms": lambda seen, value: seen.has(FusedOutput) == (value == "fused"),
@@ -220,16 +258,25 @@ EFFECTS = {  # setting -> whether its value was seen at work
     "group_by_length": grouped,
     "trainable": trains_as_named,
     "base_quantization": lambda seen, value: seen.has(NF4Linear) == (value == "nf4"),
-    "optimizer": lambda seen, value: OPTIMIZERS[value](getattr(seen.optimizer, "optimizer", seen.optimizer)),
+    "optimizer": lambda seen, value: OPTIMIZERS[value](
+        getattr(seen.optimizer, "optimizer", seen.optimizer)
+    ),
     "cuda_graph": lambda seen, value: not value,
     "activation_checkpointing": lambda seen, value: (
-        any(getattr(module, "gradient_checkpointing", False) for module in seen.model.modules()) is (value is True)
+        any(getattr(module, "gradient_checkpointing", False) for module in seen.model.modules())
+        is (value is True)
         and all(repeats is (value == "elementwise") for repeats in seen.repeats)
     ),
-    "parallel": lambda seen, value: seen.shared - {*pipeline.SCHEDULES} == SHARED[value] or seen.engines == ["trainer"],
-    "schedule": lambda seen, value: value in seen.shared or seen.spec.settings.parallel != "pipeline",
+    "parallel": lambda seen, value: (
+        seen.shared - {*pipeline.SCHEDULES} == SHARED[value] or seen.engines == ["trainer"]
+    ),
+    "schedule": lambda seen, value: (
+        value in seen.shared or seen.spec.settings.parallel != "pipeline"
+    ),
     "fault": lambda seen, value: value != "nvidia-smi-polling",
-    "micro_batch": lambda seen, value: len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value,
+    "micro_batch": lambda seen, value: (
+        len(seen.batches.step(0)[0]) == value and len(seen.shapes) == 8 // value
+    ),
 }
 
 
@@ -239,8 +286,13 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
 
 def test_tables_of_the_code_have_every_value_of_their_setting():
     tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES, "engine": fit.ENGINES}
-    tables |= {"precision": DTYPES_OF, "parallel": [*loop.STRATEGIES, "deepspeed"]}  # which transformers.Trainer has
-    assert {name: {*table} for name, table in tables.items()} == {name: {*choices()[name]} for name in tables}
+    tables |= {
+        "precision": DTYPES_OF,
+        "parallel": [*loop.STRATEGIES, "deepspeed"],
+    }  # which transformers.Trainer has
+    assert {name: {*table} for name, table in tables.items()} == {
+        name: {*choices()[name]} for name in tables
+    }
 
 
 def test_a_variant_is_of_values_that_the_combinations_hold():
@@ -249,23 +301,32 @@ def test_a_variant_is_of_values_that_the_combinations_hold():
     for name, variant in VARIANTS.items():
         asked = dataclasses.asdict(variant.settings)
         assert find_recipe(asked.pop("trainable")).kind in kinds
-        assert all(value in VALUES[setting] or value in ELSEWHERE for setting, value in asked.items()), name
+        assert all(
+            value in VALUES[setting] or value in ELSEWHERE for setting, value in asked.items()
+        ), name
 
 
 def says(pair: tuple, condition: str) -> bool:
     """Whether a (name, value) meets a condition of CONFLICTS."""
-    return pair[0] == re.match(r"\w+", condition).group() and _matches(types.SimpleNamespace(**dict([pair])), condition)
+    return pair[0] == re.match(r"\w+", condition).group() and _matches(
+        types.SimpleNamespace(**dict([pair])), condition
+    )
 
 
 # What else does not go together here: the first step may find the loss scaled too much, so that no weight moves; and
 # what spec.resolve refuses.
-HERE = (("optimizer=adamw-master|adamw-master-8bit", "precision=fp16"), ("cuda_graph=True", "padding!=packed"))
+HERE = (
+    ("optimizer=adamw-master|adamw-master-8bit", "precision=fp16"),
+    ("cuda_graph=True", "padding!=packed"),
+)
 
 
 def clash(one: tuple, other: tuple) -> bool:
     """Whether two (name, value) do not go together."""
     conflicts = [conditions for *conditions, _ in CONFLICTS] + [*HERE]
-    return any(says(x, a) and says(y, b) for a, b in conflicts for x, y in ((one, other), (other, one)))
+    return any(
+        says(x, a) and says(y, b) for a, b in conflicts for x, y in ((one, other), (other, one))
+    )
 
 
 def runs_here(**values) -> bool:
@@ -277,7 +338,10 @@ def runs_here(**values) -> bool:
         return False
 
 
-HERE_ALONE = {name: tuple(value for value in values if runs_here(**{name: value})) for name, values in VALUES.items()}
+HERE_ALONE = {
+    name: tuple(value for value in values if runs_here(**{name: value}))
+    for name, values in VALUES.items()
+}
 COMBINATIONS = combinations(HERE_ALONE, clash)
 
 
@@ -287,7 +351,11 @@ def test_every_two_values_that_go_together_occur_in_a_combination():
     for one, other in itertools.combinations(VALUES, 2):
         for a, b in itertools.product(VALUES[one], VALUES[other]):
             pair = (one, a), (other, b)
-            known = any(says(x, first) and says(y, last) for first, last in HERE for x, y in (pair, pair[::-1]))
+            known = any(
+                says(x, first) and says(y, last)
+                for first, last in HERE
+                for x, y in (pair, pair[::-1])
+            )
             assert frozenset(pair) in found or known or not runs_here(**dict(pair)), pair
     assert len(COMBINATIONS) < 80
 
@@ -298,16 +366,26 @@ def test_all_settings_of_a_combination_are_seen_at_work(number, data, tmp_path, 
     asked = Settings(**COMBINATIONS[number])
     settings, skip = here(asked)
     assert skip is None
-    with functorch_config.patch(ban_recompute_materialized_backward=True):  # a run sets it for those after it
+    with functorch_config.patch(
+        ban_recompute_materialized_backward=True
+    ):  # a run sets it for those after it
         seen = Seen(settings, asked, data, tmp_path, monkeypatch)
     for name in VALUES:
-        assert EFFECTS[name](seen, getattr(settings, name)), f"{name} {getattr(settings, name)!r} had no effect"
+        assert EFFECTS[name](seen, getattr(settings, name)), (
+            f"{name} {getattr(settings, name)!r} had no effect"
+        )
 
 
 def test_a_value_that_does_not_train_here_says_why():
     for name in VALUES:
-        skipped = [here(asked_for(**{name: value}))[1] for value in VALUES[name] if value not in HERE_ALONE[name]]
-        assert HERE_ALONE[name] and all(re.match("needs |.*no torch.compile backend", why) for why in skipped)
+        skipped = [
+            here(asked_for(**{name: value}))[1]
+            for value in VALUES[name]
+            if value not in HERE_ALONE[name]
+        ]
+        assert HERE_ALONE[name] and all(
+            re.match("needs |.*no torch.compile backend", why) for why in skipped
+        )
 
 
 @pytest.mark.parametrize(("change", "words"), cases("refused settings"))
@@ -329,5 +407,14 @@ def test_what_the_machine_changes_is_said():
     said = adjust(VARIANTS["A0"].settings, dataclasses.replace(CPU, gpus=1, sm=90))[1]
     assert said == ["optimizer: adamw-fused, which transformers.Trainer takes by itself"]
     settings, said = adjust(VARIANTS["E-dropout"].settings, CPU)
-    assert (settings.precision, settings.optimizer, settings.cuda_graph) == ("fp32", "adamw-fused", False)
-    assert [note.split(":")[0] for note in said] == ["precision", "optimizer", "cuda_graph", "attention"]
+    assert (settings.precision, settings.optimizer, settings.cuda_graph) == (
+        "fp32",
+        "adamw-fused",
+        False,
+    )
+    assert [note.split(":")[0] for note in said] == [
+        "precision",
+        "optimizer",
+        "cuda_graph",
+        "attention",
+    ]

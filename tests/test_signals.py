@@ -36,10 +36,24 @@ class Lab:
         self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
         write_notebook(notebook, before=SLOW, work=FIT)
         # Through papermill and its kernel: see test_sweep.
-        machine = H200 if verb == "max-batch" else CPU  # what it is told; its try then runs on the CPU, in fp32
-        streams = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE) | {"cwd": ROOT, "text": True} | streams
+        machine = (
+            H200 if verb == "max-batch" else CPU
+        )  # what it is told; its try then runs on the CPU, in fp32
+        streams = (
+            dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+            | {"cwd": ROOT, "text": True}
+            | streams
+        )
         streams["env"] = os.environ | environment(notebook, machine, plain=verb == "sweep")
-        words = [*before, sys.executable, "-m", "tests.small", *WORDS[verb].split(), "--runs", str(self.runs)]
+        words = [
+            *before,
+            sys.executable,
+            "-m",
+            "tests.small",
+            *WORDS[verb].split(),
+            "--runs",
+            str(self.runs),
+        ]
         self.process = subprocess.Popen(words, start_new_session=True, **streams)
 
     def __enter__(self):
@@ -55,7 +69,10 @@ class Lab:
         wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
         assert self.process.poll() is None
         runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
-        self.family = [*psutil.Process(self.process.pid).children(recursive=True), *map(psutil.Process, runs)]
+        self.family = [
+            *psutil.Process(self.process.pid).children(recursive=True),
+            *map(psutil.Process, runs),
+        ]
 
     def trains(self) -> bool:
         return any(log.stat().st_size for log in self.runs.glob("*/*/steps.jsonl"))
@@ -66,11 +83,19 @@ class Lab:
 
     @property
     def alive(self) -> list[psutil.Process]:
-        return [child for child in self.family if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+        return [
+            child
+            for child in self.family
+            if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
+        ]
 
 
 # All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
-CASES = [("sweep", signal.SIGTERM), slow("sweep", signal.SIGINT), *(slow("run", number) for number in SIGNALS)]
+CASES = [
+    ("sweep", signal.SIGTERM),
+    slow("sweep", signal.SIGINT),
+    *(slow("run", number) for number in SIGNALS),
+]
 CASES += [slow("tune", signal.SIGHUP), slow("max-batch", signal.SIGTERM)]
 
 
@@ -82,7 +107,10 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         lab.process.send_signal(number)  # to the driver alone, as batch systems do
         _, err = lab.process.communicate(timeout=30)
         assert time.monotonic() - begin < SECONDS
-        assert (lab.process.returncode, err) == (130, f"stopped by {SIGNALS[number]}; finished runs are kept\n")
+        assert (lab.process.returncode, err) == (
+            130,
+            f"stopped by {SIGNALS[number]}; finished runs are kept\n",
+        )
         who = "" if verb == "run" else "the driver was "
         assert lab.ends() == {("killed", f"{who}stopped by {SIGNALS[number]}")}
         wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
@@ -96,7 +124,10 @@ def test_what_a_terminal_sends_reaches_all_processes_and_may_come_twice(number, 
         lab.wait_for_steps()
         for _ in range(2):
             os.killpg(lab.process.pid, number)
-        assert lab.process.communicate(timeout=30)[1] == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
+        assert (
+            lab.process.communicate(timeout=30)[1]
+            == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
+        )
         assert {status for status, _ in lab.ends()} == {"killed"}
         wait_for(lambda: not lab.alive)
 
@@ -104,7 +135,14 @@ def test_what_a_terminal_sends_reaches_all_processes_and_may_come_twice(number, 
 @pytest.mark.slow
 def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
     terminal, its = pty.openpty()
-    with Lab(tmp_path, "run", stdin=its, stdout=its, stderr=its, preexec_fn=lambda: ioctl(0, TIOCSCTTY, 0)) as lab:
+    with Lab(
+        tmp_path,
+        "run",
+        stdin=its,
+        stdout=its,
+        stderr=its,
+        preexec_fn=lambda: ioctl(0, TIOCSCTTY, 0),
+    ) as lab:
         os.close(its)
         lab.wait_for_steps()
         os.close(terminal)

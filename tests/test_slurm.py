@@ -46,12 +46,17 @@ def launcher(runs, seconds=0.0, **more):
 
 
 def specs(*rows, **changes):
-    return [dataclasses.replace(spec, **changes) for spec in plan(rows, "smoke", data="synthetic:40", machine=CPU)]
+    return [
+        dataclasses.replace(spec, **changes)
+        for spec in plan(rows, "smoke", data="synthetic:40", machine=CPU)
+    ]
 
 
 def asked(cluster):
     """What each sbatch was asked for."""
-    return [line for line in (cluster / "asked").read_text().splitlines() if line.startswith("--wait")]
+    return [
+        line for line in (cluster / "asked").read_text().splitlines() if line.startswith("--wait")
+    ]
 
 
 def test_a_job_asks_for_what_its_run_takes_and_is_judged_as_a_run_here(cluster, tmp_path):
@@ -69,26 +74,40 @@ def test_a_job_asks_for_what_its_run_takes_and_is_judged_as_a_run_here(cluster, 
 def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
     (entry,) = launcher(tmp_path).run_all(specs("P1", hardware="h100", world=9))
     assert entry["status"] == "killed"
-    assert entry["error"]["message"].endswith("sbatch: error: Requested node configuration is not available")
+    assert entry["error"]["message"].endswith(
+        "sbatch: error: Requested node configuration is not available"
+    )
 
 
 def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster, tmp_path):
     launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
     assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "over its time limit of 1 s")
-    assert len((cluster / "cancelled").read_text().splitlines()) == 2, "before it began, and at its end"
+    assert len((cluster / "cancelled").read_text().splitlines()) == 2, (
+        "before it began, and at its end"
+    )
     patient = launcher(tmp_path, time_limit_s=1)
-    patient.command = lambda spec, runs: ["sh", "-c", "sleep 2"]  # its record says `starting` all the while
+    patient.command = lambda spec, runs: [
+        "sh",
+        "-c",
+        "sleep 2",
+    ]  # its record says `starting` all the while
     assert "before the run did" in patient.run_all(specs("A2"))[0]["error"]["message"]
 
 
 def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
     def look():
-        if any(json.loads(path.read_text())["status"] == "running" for path in tmp_path.glob("*/*/record.json")):
+        if any(
+            json.loads(path.read_text())["status"] == "running"
+            for path in tmp_path.glob("*/*/record.json")
+        ):
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
-    assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "the driver was stopped by ZeroDivisionError")
+    assert end_of(tmp_path / specs("A1")[0].run_path) == (
+        "killed",
+        "the driver was stopped by ZeroDivisionError",
+    )
     assert not list(cluster.glob("job-*"))
 
 
@@ -103,13 +122,23 @@ def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
 def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monkeypatch):
     said = dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}
     monkeypatch.setattr(launch, "PROBE", f"print({json.dumps(said)!r})")
-    assert launch.probe_node(tmp_path / "runs", 4) == (Machine("h100", gpus=4, sm=90), {"gpu": "NVIDIA H100"})
+    assert launch.probe_node(tmp_path / "runs", 4) == (
+        Machine("h100", gpus=4, sm=90),
+        {"gpu": "NVIDIA H100"},
+    )
     assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
     monkeypatch.setattr(launch, "PROBE", "import nothing")
-    refused("a node cannot load the lab: ModuleNotFoundError.*'nothing'", launch.probe_node, tmp_path / "runs", None)
+    refused(
+        "a node cannot load the lab: ModuleNotFoundError.*'nothing'",
+        launch.probe_node,
+        tmp_path / "runs",
+        None,
+    )
 
 
-def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(tmp_path, monkeypatch, typed):
+def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
+    tmp_path, monkeypatch, typed
+):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
     assert typed(words, code=2) == "error: sinfo: No such file or directory\n"

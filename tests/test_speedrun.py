@@ -82,8 +82,18 @@ def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
     without_target = load.load_runs(tmp_path)
-    refused("no target yet, for lack of A1's seeds 0 to 4", shown.verdict, without_target, without_target)
-    for column, value in {"quality.n": 6_078, "model.layers": 12, "spec.seed": 7, "spec.preset.name": "local"}.items():
+    refused(
+        "no target yet, for lack of A1's seeds 0 to 4",
+        shown.verdict,
+        without_target,
+        without_target,
+    )
+    for column, value in {
+        "quality.n": 6_078,
+        "model.layers": 12,
+        "spec.seed": 7,
+        "spec.preset.name": "local",
+    }.items():
         other = without_target.copy()
         other.loc[other["spec.seed"] == 3, column] = value
         refused("a record takes preset speedrun", shown.verdict, other, without_target)
@@ -106,7 +116,9 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
     made = make(tmp_path, "A1")
 
     def run(command, env, check):
-        folders = {env[name] for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        folders = {
+            env[name] for name in ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+        }
         assert len(folders) == 3 and not any(map(os.path.exists, folders))
         chosen = f"--micro-batch={spec.asked.micro_batch}"  # for this machine
         assert {"run", spec.variant, "--seed=3", "--data=synthetic:1600", chosen} <= {*command}
@@ -114,17 +126,24 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
 
     monkeypatch.setattr(launch.subprocess, "run", run)
     entry = launch.run_cold(spec, tmp_path)
-    assert entry == read_record(tmp_path / spec.run_path) and entry["time"]["notebook_s"] is not None
+    assert (
+        entry == read_record(tmp_path / spec.run_path) and entry["time"]["notebook_s"] is not None
+    )
 
 
 def typed(beginning):
     """The block of the page that has this in it."""
-    (block,) = (block for block in re.findall(r"```text\n(.*?)```", PAGE, re.S) if beginning in block)
+    (block,) = (
+        block for block in re.findall(r"```text\n(.*?)```", PAGE, re.S) if beginning in block
+    )
     return block.replace("python ", f"{sys.executable} ")
 
 
 def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_path):
-    articles = [document((f"alice {i}", [question(f"q{i}", "who?", ("alice", 0))]))["data"][0] for i in range(25)]
+    articles = [
+        document((f"alice {i}", [question(f"q{i}", "who?", ("alice", 0))]))["data"][0]
+        for i in range(25)
+    ]
     (tmp_path / "squad").mkdir()
     write(tmp_path / "squad" / "train.json", {"data": articles})
 
@@ -133,7 +152,9 @@ def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_pat
         return subprocess.run(block, **shell, capture_output=True, text=True, check=True).stdout
 
     sh(typed("mkdir tuning"))
-    train, validation = (open_source(tmp_path / "tuning", split).examples for split in ("train", "validation"))
+    train, validation = (
+        open_source(tmp_path / "tuning", split).examples for split in ("train", "validation")
+    )
     assert [each.id for each in validation] == ["q0", "q10", "q20"] and len(train) == 22
     whole = "\n".join(sorted(f"q{i}" for i in range(25)))
     assert sh(typed("hashlib")) == f"25 {hashlib.sha256(whole.encode()).hexdigest()}\n"

@@ -49,7 +49,9 @@ class Lab:
     def start(self, *words):
         """A driver in a session of its own, so that Ctrl-C can reach all of it and nothing else."""
         self.runs.mkdir(exist_ok=True)
-        return warm.python(self.runs / f"log-{time.monotonic_ns()}", "tests.small", *self.command(*words))
+        return warm.python(
+            self.runs / f"log-{time.monotonic_ns()}", "tests.small", *self.command(*words)
+        )
 
     def said(self):
         """What the drivers have said."""
@@ -116,10 +118,20 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     lines = out.splitlines()
     assert lines[0] == "sweep: 3 runs, 1 finished, 2 to run"
     told = "\n".join(line for line in lines if re.match(r"\d\d:\d\d ", line))
-    assert told.count("A1 seed 0 starts") == len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", told)) == 1
+    assert (
+        told.count("A1 seed 0 starts")
+        == len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", told))
+        == 1
+    )
     assert told.count("left") == 1, "after the first of two"
     rows = [" ".join(line.split()[:3]) for line in lines[lines.index("") + 1 :]]
-    assert rows == ["variant seed status", "A1 0 ok", "A2 0 ok", "D1-nvfuser 0 skipped", "sweep: 2 ok,"]
+    assert rows == [
+        "variant seed status",
+        "A1 0 ok",
+        "A2 0 ok",
+        "D1-nvfuser 0 skipped",
+        "sweep: 2 ok,",
+    ]
     assert (lines[-1], code) == ("sweep: 2 ok, 1 skipped", 0)
 
 
@@ -130,7 +142,9 @@ def test_two_sweeps_share_the_work(lab):
         process.join(240)
     assert [process.exitcode for process in sweeps] == [0, 0], lab.said()
     assert lab.statuses() == {"A1": "ok", "A2": "ok", "D1-nvfuser": "skipped"}
-    steps = [step["step"] for path in lab.runs.glob("*/*/steps.jsonl") for step in steps_of(path.parent)]
+    steps = [
+        step["step"] for path in lab.runs.glob("*/*/steps.jsonl") for step in steps_of(path.parent)
+    ]
     assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
 
 
@@ -153,14 +167,18 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
     monkeypatch.setattr(launch, "judge", judge)
     machine = Machine(gpus=2, sm=90, compiler=True)
     with pytest.raises(OSError, match="No space"):
-        launch.Launcher(tmp_path, machine, {}, [0, 1]).run_all(plan(["A1", "A2"], "smoke", machine=machine))
+        launch.Launcher(tmp_path, machine, {}, [0, 1]).run_all(
+            plan(["A1", "A2"], "smoke", machine=machine)
+        )
     assert done == ["kill A1", "kill A2", "judge A2: the driver was stopped by OSError"]
 
 
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
-    assert lab.run("--variants", "A1", "--time-limit", "3")[0] == 1 and time.monotonic() - begin < 60
+    assert (
+        lab.run("--variants", "A1", "--time-limit", "3")[0] == 1 and time.monotonic() - begin < 60
+    )
     assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
 
 
@@ -173,9 +191,14 @@ def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatc
 
     def hung(statuses):
         """How often a process that does not end by itself was looked at, and why it had to be ended."""
-        process, found = Mock(poll=Mock(return_value=None)), [entry | {"status": status} for status in statuses]
+        process, found = (
+            Mock(poll=Mock(return_value=None)),
+            [entry | {"status": status} for status in statuses],
+        )
         monkeypatch.setattr(record, "read_record", Mock(side_effect=found))
-        return launch.Launcher(tmp_path, Machine(), {})._watch(process, spec), process.poll.call_count
+        return launch.Launcher(tmp_path, Machine(), {})._watch(
+            process, spec
+        ), process.poll.call_count
 
     for looks, statuses in ((7, ["starting"] * 2), (57, ["running"] * 3 + ["waiting"] * 50)):
         assert hung([*statuses, *["running"] * 9]) == ("over its time limit of 300 s", looks)
@@ -185,11 +208,17 @@ def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
     without, able = (planned("C2-8", machine=Machine(bitsandbytes=has)) for has in (False, True))
     leave(tmp_path, without, "skipped", {"kind": "skipped", "message": without.skip})
     launcher = launch.Launcher(tmp_path, Machine(), {})
-    assert without.hash == able.hash and launcher.is_finished(without) and not launcher.is_finished(able)
+    assert (
+        without.hash == able.hash
+        and launcher.is_finished(without)
+        and not launcher.is_finished(able)
+    )
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
-    code, out, _ = lab.run("--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "--seeds", "0")
+    code, out, _ = lab.run(
+        "--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "--seeds", "0"
+    )
     said = [line.split(maxsplit=1)[1].strip() for line in out.splitlines()]
     assert said == ["run", "skip: this PyTorch has no torch.compile backend named 'nvfuser'"] * 2
     assert code == 0 and not lab.runs.exists()
@@ -220,7 +249,10 @@ def test_a_card_is_counted_among_the_visible_ones(monkeypatch):
 
 def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
     machine = Machine(gpus=4, sm=90, compiler=True)
-    wide = [dataclasses.replace(spec, world=2) for spec in plan(["A1", "A2", "A3"], "smoke", machine=machine)]
+    wide = [
+        dataclasses.replace(spec, world=2)
+        for spec in plan(["A1", "A2", "A3"], "smoke", machine=machine)
+    ]
 
     class Noted(launch.Launcher):
         def _work(self, spec, run_dir, cards):
@@ -232,13 +264,17 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
         """The cards that each run gets, in the order in which they begin."""
         Noted.together = threading.Barrier(at_once, timeout=30)
         seen.clear()
-        entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(specs)
+        entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(
+            specs
+        )
         assert [entry["status"] for entry in entries] == ["oom"] * len(specs)
         return [*seen]
 
     seen = []
     assert set(cards_of(wide, [0, 1, 2, 3])) <= {(0, 1), (2, 3)} and len(seen) == 3
-    one, two, three = (dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True))
+    one, two, three = (
+        dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True)
+    )
     assert sorted(cards_of([one, two], [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
     first, *others = cards_of([three, one, two], [0, 1, 2])
     assert sorted(first) == [0, 1, 2] == sorted(sum(others, ()))
@@ -250,7 +286,11 @@ def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
 @pytest.mark.parametrize(("changes", "said"), cases("unfinished runs"))
 def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     spec, launcher = planned(), launch.Launcher(tmp_path, Machine(), {})
-    whole = {"spec": {"planned_steps": 400, "n_eval": 40}, "time": {"steps": 400}, "quality": {"n": 40}}
+    whole = {
+        "spec": {"planned_steps": 400, "n_eval": 40},
+        "time": {"steps": 400},
+        "quality": {"n": 40},
+    }
     folder = leave(tmp_path, spec, **whole)
     assert launcher.is_finished(spec)
     change_record(folder, **changes)
@@ -265,8 +305,13 @@ def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_p
     leave(tmp_path, specs[0], "oom")
     command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_UNFINISHED; exit 3"
     launcher = launch.Launcher(tmp_path, Machine(), {})
-    assert [entry["status"] for entry in sweep.sweep(specs, launcher, command)] == ["oom", "skipped"]
-    sweep._finish("echo $QA_LIB_OK $QA_LIB_UNFINISHED", {"ok": 2, record.STARTING: 1, sweep.NOT_BEGUN: 3})
+    assert [entry["status"] for entry in sweep.sweep(specs, launcher, command)] == [
+        "oom",
+        "skipped",
+    ]
+    sweep._finish(
+        "echo $QA_LIB_OK $QA_LIB_UNFINISHED", {"ok": 2, record.STARTING: 1, sweep.NOT_BEGUN: 3}
+    )
     out, err = capfd.readouterr()
     assert out.endswith("told 1 1 0 0\n2 4\n") and err.endswith("ended with exit code 3\n")
 
@@ -278,15 +323,23 @@ def test_gpus_that_stay_idle_are_named(capsys):
 
 
 def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
-    usual, own = (sweep.notebook_parameters(planned(**more), tmp_path) for more in ({}, {"learning_rate": 1e-3}))
+    usual, own = (
+        sweep.notebook_parameters(planned(**more), tmp_path)
+        for more in ({}, {"learning_rate": 1e-3})
+    )
     assert "learning_rate" not in usual and own == usual | {"learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
-def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(lab, tmp_path, deaths, status):
+def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(
+    lab, tmp_path, deaths, status
+):
     lives = tmp_path / "lives"
     die = f"lives.open('a').write('1')\nif lives.stat().st_size <= {deaths}:\n    os.kill(os.getpid(), 9)"
-    write_notebook(lab.notebook, before=f"from pathlib import Path\nimport os\nlives = Path({str(lives)!r})\n{die}")
+    write_notebook(
+        lab.notebook,
+        before=f"from pathlib import Path\nimport os\nlives = Path({str(lives)!r})\n{die}",
+    )
     assert lab.run("--variants", "A1")[0] == (status != "ok")
     assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
 
@@ -310,7 +363,9 @@ def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault)
         if not gone and (lost / "steps.jsonl").exists():
             # Removed at once: the run writes on, and a folder is emptied file by file.
             move = fault == "removed"
-            gone.append(lost.rename(tmp_path / "moved") if move else (lost / "record.json").write_text("{x"))
+            gone.append(
+                lost.rename(tmp_path / "moved") if move else (lost / "record.json").write_text("{x")
+            )
 
     def command(spec, runs):
         if fault == "no process" and tmp_path / spec.run_path == lost:

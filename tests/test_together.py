@@ -55,13 +55,22 @@ def whole(tmp_path_factory):
 def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
     run_dir, entry = whole
     assert (entry["status"], entry["spec"]["world"]) == ("ok", 2)
-    wanted = {"world": 2, "weights_equal": True, "backend": "gloo", "wrapper": "DistributedDataParallel"}
+    wanted = {
+        "world": 2,
+        "weights_equal": True,
+        "backend": "gloo",
+        "wrapper": "DistributedDataParallel",
+    }
     wanted |= {"rank_peak_mib": None}  # which is not measured on a CPU
-    assert entry["parallel"] | wanted == entry["parallel"] and set(entry["parallel"]["rank_step_ms"]) == {"0", "1"}
+    assert entry["parallel"] | wanted == entry["parallel"] and set(
+        entry["parallel"]["rank_step_ms"]
+    ) == {"0", "1"}
     assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 31))
     # Samples of all processes in the time of a step.
     timed = [step["ms"] for step in steps_of(run_dir)][5:]
-    assert entry["speed"]["samples_per_s"] == pytest.approx(16 * len(timed) / sum(timed) * 1e3, rel=0.4)
+    assert entry["speed"]["samples_per_s"] == pytest.approx(
+        16 * len(timed) / sum(timed) * 1e3, rel=0.4
+    )
     assert (run_dir / "model" / "model.safetensors").exists() and not list(run_dir.glob("fault*"))
 
 
@@ -79,17 +88,25 @@ def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_p
     (tmp_path / spec.run_path).mkdir(parents=True)
     torchrun.fault_path(tmp_path / spec.run_path, 1).write_text("{}")
     torchrun.supervise(spec, str(tmp_path))
-    assert asked[:3] == ["--standalone", "--nproc-per-node", "2"] and "qa_lib.run.fit:work_as_one" in asked
+    assert (
+        asked[:3] == ["--standalone", "--nproc-per-node", "2"]
+        and "qa_lib.run.fit:work_as_one" in asked
+    )
     assert torchrun.first_fault(tmp_path / spec.run_path) is None
 
 
-def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(tmp_path, monkeypatch):
+def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(
+    tmp_path, monkeypatch
+):
     spec, said = short(), []
     run_dir = tmp_path / spec.run_path
     commands = iter([call("tests.small:pretend", spec, tmp_path), ["true"]])
     monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
     entry = fit(spec, tmp_path, say=said.append)
-    assert entry == record.read_record(run_dir) and (entry["status"], said) == ("ok", ["the last word"])
+    assert entry == record.read_record(run_dir) and (entry["status"], said) == (
+        "ok",
+        ["the last word"],
+    )
     refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet)
 
 
@@ -99,22 +116,35 @@ FAULTS += [("oom", "OutOfMemoryError", ": CUDA out of memory")]
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("status", "kind", "said"), FAULTS)
-def test_one_process_fails_and_all_end_with_its_fault_told(status, kind, said, whole, tmp_path, monkeypatch):
+def test_one_process_fails_and_all_end_with_its_fault_told(
+    status, kind, said, whole, tmp_path, monkeypatch
+):
     spec, fault, message = short(), {"rank": 1, "step": 15, "kind": status}, f"process 1 of 2{said}"
     with monkeypatch.context() as patch:
         patch.setattr(torchrun, "call", lambda *words: faulty.call(*words, fault))
         begin = time.monotonic()
-        with contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message):
+        with (
+            contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message)
+        ):
             fit(spec, tmp_path, say=quiet)
         assert time.monotonic() - begin < LIMIT_S
     assert left_of(tmp_path) == []
     entry = record.read_record(tmp_path / spec.run_path)
     step = None if kind == "SIGKILL" else 15
-    assert (entry["status"], entry["error"]) == (status, {"kind": kind, "message": message, "step": step})
+    assert (entry["status"], entry["error"]) == (
+        status,
+        {"kind": kind, "message": message, "step": step},
+    )
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
-    if kind == "SIGKILL":  # the next call goes on from the last checkpoint, and makes the steps of a run left alone
+    if (
+        kind == "SIGKILL"
+    ):  # the next call goes on from the last checkpoint, and makes the steps of a run left alone
         entry = fit_warm(spec, tmp_path)
-        assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+        assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == (
+            "ok",
+            10,
+            30,
+        )
         assert losses_of(tmp_path / spec.run_path) == losses_of(whole[0])
 
 
@@ -122,12 +152,16 @@ def test_one_process_fails_and_all_end_with_its_fault_told(status, kind, said, w
 def test_ctrl_c_ends_all_processes(tmp_path):
     """From a terminal it comes to torchrun as well."""
     spec = short(steps=100_000)
-    process = subprocess.Popen(torchrun.call("qa_lib.run.fit:fit", spec, tmp_path), start_new_session=True, **PIPED)
+    process = subprocess.Popen(
+        torchrun.call("qa_lib.run.fit:fit", spec, tmp_path), start_new_session=True, **PIPED
+    )
     wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")))
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
-    assert len(family) >= 3 and psutil.wait_procs(family, timeout=10)[1] == [], "torchrun and its two"
+    assert len(family) >= 3 and psutil.wait_procs(family, timeout=10)[1] == [], (
+        "torchrun and its two"
+    )
     assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")
 
 
@@ -139,7 +173,9 @@ def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
 def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
-    refused("A1 trains in one process, and torchrun has started 2", fit, planned(), tmp_path, say=quiet)
+    refused(
+        "A1 trains in one process, and torchrun has started 2", fit, planned(), tmp_path, say=quiet
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -156,17 +192,24 @@ def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
     assert end_of(tmp_path) == (status, f"process {said}")
 
 
-@pytest.mark.parametrize(("age", "end"), [(0, ("error", "a fault")), (1e6, ("killed", "stopped by SIGTERM"))])
+@pytest.mark.parametrize(
+    ("age", "end"), [(0, ("error", "a fault")), (1e6, ("killed", "stopped by SIGTERM"))]
+)
 def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, end, tmp_path):
     error = {"kind": "ValueError", "message": "a fault", "step": 3}
     with pytest.raises(Stopped), recording(short(), tmp_path, quiet):
-        write(torchrun.fault_path(tmp_path, 1), {"at": time.time() - age, "status": "error", "error": error})
+        write(
+            torchrun.fault_path(tmp_path, 1),
+            {"at": time.time() - age, "status": "error", "error": error},
+        )
         raise Stopped("SIGTERM")
     assert end_of(tmp_path) == end
 
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
-def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(shared, status, tmp_path, monkeypatch):
+def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(
+    shared, status, tmp_path, monkeypatch
+):
     monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
     with pytest.raises(MemoryError), noting_faults(tmp_path, second):
@@ -193,7 +236,9 @@ def test_a_model_that_cannot_be_divided_skips_the_variant_with_the_reason(row, w
 
 def test_stages_are_part_of_the_identity():
     """Two pipelines of two, and one of four, whatever was asked for by a number and what by its absence."""
-    two, four, same = (planned("P-gpipe", micro_batch=2, world=4, stages=stages) for stages in (2, 4, None))
+    two, four, same = (
+        planned("P-gpipe", micro_batch=2, world=4, stages=stages) for stages in (2, 4, None)
+    )
     assert (two.stages, two.accumulation, four.accumulation) == (2, 4, 8)
     assert two.hash != four.hash == same.hash == planned("P-gpipe", micro_batch=2, stages=4).hash
 
@@ -207,18 +252,26 @@ def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, s
     answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card]))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card])
+    )
     assert hardware.interconnect() == said
     monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "")
     assert hardware.interconnect() is None
 
 
-def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(monkeypatch, tmp_path):
+def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(
+    monkeypatch, tmp_path
+):
     """Two runs on two cards, seen in opposite orders, would each hold what the other waits for."""
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     seen = threading.local()
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=seen.order[card]))
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda card: types.SimpleNamespace(uuid=seen.order[card]),
+    )
     gpu, holders, most = types.SimpleNamespace(type="cuda"), [], []
 
     def run(*order):
@@ -279,7 +332,11 @@ def test_two_hosts_go_on_together_when_one_has_lost_its_process(port, tmp_path):
     said = [host.communicate(timeout=LIMIT_S)[0] for host in both]
     assert [host.returncode for host in both] == [0, 0], said
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == ("ok", 10, 30)
+    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == (
+        "ok",
+        10,
+        30,
+    )
     assert (entry["parallel"]["world"], entry["parallel"]["weights_equal"]) == (2, True)
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
 
@@ -308,6 +365,11 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(port, tmp_path):
     said = head.communicate(timeout=LIMIT_S)[0]
     assert head.returncode == 0, said
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["time"]["steps"]) == ("ok", 200) and entry["time"]["resumed_from_step"] >= 10
-    assert entry["parallel"]["world"] == 1 and "world: 1 processes at the end" in entry["spec"]["adjusted"]
+    assert (entry["status"], entry["time"]["steps"]) == ("ok", 200) and entry["time"][
+        "resumed_from_step"
+    ] >= 10
+    assert (
+        entry["parallel"]["world"] == 1
+        and "world: 1 processes at the end" in entry["spec"]["adjusted"]
+    )
     assert len(losses_of(tmp_path / spec.run_path)) == 200 and left_of(tmp_path) == []

@@ -21,7 +21,17 @@ from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import ROOT, flip_a_bit, refused
-from tests.tiny import losses_of, planned, quiet, resized, samples_of, steps_of, stop_after, trained, without_dropout
+from tests.tiny import (
+    losses_of,
+    planned,
+    quiet,
+    resized,
+    samples_of,
+    steps_of,
+    stop_after,
+    trained,
+    without_dropout,
+)
 
 DEVICE = torch.device("cpu")
 
@@ -34,7 +44,9 @@ def samples():
 def spec_of(row, settings=None, micro_batch=None, gpu=False, **sizes):
     """A variant at preset smoke, made smaller, on a CPU or for the GPU that is here."""
     sizes = {"steps": 6, "checkpoint_every": 0, "measure_from": 2, "effective_batch": 16} | sizes
-    words = {"data": "synthetic:120", "micro_batch": micro_batch} | ({"machine": None} if gpu else {})
+    words = {"data": "synthetic:120", "micro_batch": micro_batch} | (
+        {"machine": None} if gpu else {}
+    )
     return planned(row, settings=settings, sizes=sizes, **words)
 
 
@@ -42,7 +54,14 @@ def stopped(spec, samples, run_dir, step=4):
     """The folder of a run that was broken off after `step`."""
     run_dir.mkdir()
     with pytest.raises(KeyboardInterrupt):
-        train(build_model(spec), stop_after(batches_of(samples, spec), step), spec, DEVICE, run_dir, quiet)
+        train(
+            build_model(spec),
+            stop_after(batches_of(samples, spec), step),
+            spec,
+            DEVICE,
+            run_dir,
+            quiet,
+        )
     return run_dir
 
 
@@ -69,16 +88,24 @@ def test_padding_is_to_the_limit_the_longest_or_among_equals(samples):
         micro_batches = [m for step in range(20) for m in batches.step(step)]
         shapes = [batches.collate(m, DEVICE)["input_ids"].shape for m in micro_batches]
         assert shapes == [(8, batches.padded_length(m)) for m in micro_batches]
-        return np.array([shape[1] for shape in shapes]), np.array([samples.lengths[m].max() for m in micro_batches])
+        return np.array([shape[1] for shape in shapes]), np.array(
+            [samples.lengths[m].max() for m in micro_batches]
+        )
 
     assert set(padded("A3")[0]) == {96}
     lengths, longest = padded("A4-nb")
-    assert np.all((lengths >= longest) & (lengths < longest + 32) & (lengths % 32 == 0)) and len(set(lengths)) > 1
+    assert (
+        np.all((lengths >= longest) & (lengths < longest + 32) & (lengths % 32 == 0))
+        and len(set(lengths)) > 1
+    )
     assert padded("A4")[0].sum() < 0.8 * lengths.sum()
 
 
 def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_scaled_down_to_a_norm_of_1():
-    parameter, scaler = torch.nn.Parameter(torch.zeros(4)), torch.amp.GradScaler("cpu", init_scale=64.0)
+    parameter, scaler = (
+        torch.nn.Parameter(torch.zeros(4)),
+        torch.amp.GradScaler("cpu", init_scale=64.0),
+    )
     optimizer = torch.optim.SGD([parameter])
     scaler.scale((3.0 * parameter).sum()).backward()
     unscale(optimizer, scaler)
@@ -101,7 +128,9 @@ ON_GPU = pytest.param("D1-cudagraphs", torch.device("cuda"), 1e-2, marks=NEEDS_G
 
 
 @pytest.mark.parametrize(("variant", "device", "tolerance"), [("A1", DEVICE, 1e-5), ON_GPU])
-def test_accumulated_micro_batches_are_the_whole_batch(variant, device, tolerance, samples, tmp_path, monkeypatch):
+def test_accumulated_micro_batches_are_the_whole_batch(
+    variant, device, tolerance, samples, tmp_path, monkeypatch
+):
     # So that every step has the same weights.
     monkeypatch.setattr("qa_lib.train.loop.learning_rate", lambda *_: 0.0)
 
@@ -114,7 +143,14 @@ def test_accumulated_micro_batches_are_the_whole_batch(variant, device, toleranc
 
         monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", note)
         folder.mkdir()
-        train(without_dropout(build_model(spec)), batches_of(samples, spec), spec, device, folder, quiet)
+        train(
+            without_dropout(build_model(spec)),
+            batches_of(samples, spec),
+            spec,
+            device,
+            folder,
+            quiet,
+        )
         return seen
 
     for whole, parts in zip(gradients(16), gradients(4), strict=True):
@@ -126,7 +162,9 @@ OTHERS = [slow(name) for name in ("A2", "B1", "B2", "C2", "E-adamw")]
 
 @pytest.mark.parametrize("variant", ["C1", "E-dropout-moments", "E-packed-lora-masters", *OTHERS])
 def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeypatch):
-    spec = spec_of(variant, {"compile": "none"}, checkpoint_every=1)  # compiling would take a minute
+    spec = spec_of(
+        variant, {"compile": "none"}, checkpoint_every=1
+    )  # compiling would take a minute
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
@@ -140,8 +178,15 @@ def test_resume_is_exact_from_any_checkpoint(variant, samples, tmp_path, monkeyp
 
 def test_the_compilers_processes_start_where_a_gpus_kernels_are_compiled(monkeypatch):
     started = []
-    monkeypatch.setattr("torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant))
-    for variant, device in (("E-dropout", "cuda"), ("E-regions", "cuda"), ("D1-cudagraphs", "cuda"), ("A4", "cpu")):
+    monkeypatch.setattr(
+        "torch._inductor.async_compile.AsyncCompile.wakeup", lambda: started.append(variant)
+    )
+    for variant, device in (
+        ("E-dropout", "cuda"),
+        ("E-regions", "cuda"),
+        ("D1-cudagraphs", "cuda"),
+        ("A4", "cpu"),
+    ):
         compilation.start_compilers(VARIANTS[variant].settings, torch.device(device))
     assert started == ["E-dropout", "E-regions"]
 
@@ -150,31 +195,45 @@ def test_elementwise_work_is_repeated_and_products_are_not(monkeypatch):
     """Of a feed-forward block GELU's output is not kept, and no gradient changes. Without code generation, which the
     same partitioner serves."""
     compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda block, **_: compile_(block, backend="aot_eager", dynamic=False))
+    monkeypatch.setattr(
+        torch, "compile", lambda block, **_: compile_(block, backend="aot_eager", dynamic=False)
+    )
     torch.manual_seed(0)
     block = torch.nn.Sequential(torch.nn.Linear(16, 64), torch.nn.GELU(), torch.nn.Linear(64, 16))
     x, kept, gradients = torch.randn(32, 16), {}, {}
     for checkpointing in (False, "elementwise"):
         saved = kept.setdefault(checkpointing, [])
-        forward = compilation.compiled(block, Settings(compile="inductor", activation_checkpointing=checkpointing))
-        with torch.autograd.graph.saved_tensors_hooks(lambda t, saved=saved: saved.append(t) or t, lambda t: t):
+        forward = compilation.compiled(
+            block, Settings(compile="inductor", activation_checkpointing=checkpointing)
+        )
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t, saved=saved: saved.append(t) or t, lambda t: t
+        ):
             loss = forward(x).square().sum()
         gradients[checkpointing] = torch.autograd.grad(loss, block.parameters())
         torch._dynamo.reset()
-    assert [sum(tuple(t.shape) == (32, 64) for t in saved) for saved in kept.values()] == [2, 1], "the wide ones"
+    assert [sum(tuple(t.shape) == (32, 64) for t in saved) for saved in kept.values()] == [2, 1], (
+        "the wide ones"
+    )
     assert all(map(torch.equal, *gradients.values()))
 
 
 DAMAGE = {  # seed of the run that goes on; and whatever else: test_trust
     "a flipped bit": (flip_a_bit, 0, "its digest is not that"),
     "cut off": (lambda p: p.write_bytes(p.read_bytes()[:5000]), 0, "cannot be read"),
-    "with other metadata": (lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}), 0, "cannot be read"),
+    "with other metadata": (
+        lambda p: save_file({"x": torch.ones(3)}, p, {"state": "{}"}),
+        0,
+        "cannot be read",
+    ),
     "of another run": (quiet, 1, "began anew, since its checkpoint is of another run"),
 }
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_wrong_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damage, samples, tmp_path):
+def test_a_wrong_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(
+    damage, samples, tmp_path
+):
     spec = spec_of("A1", checkpoint_every=2)
     run_dir = stopped(spec, samples, tmp_path / "run")
     spoil, seed, said = DAMAGE[damage]
@@ -186,9 +245,13 @@ def test_a_wrong_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(damag
     assert torch.equal(weights(model), whole)
 
 
-@pytest.mark.parametrize("edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"])
+@pytest.mark.parametrize(
+    "edited", ["kernels/fused_norm.py", "train/loop.py", "train/deepspeed.json"]
+)
 def test_a_checkpoint_of_other_code_is_not_gone_on_from(edited, samples, tmp_path, monkeypatch):
-    copy = shutil.copytree(ROOT / "qa_lib", tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report"))
+    copy = shutil.copytree(
+        ROOT / "qa_lib", tmp_path / "qa_lib", ignore=shutil.ignore_patterns("__pycache__", "report")
+    )
     assert checkpoints.code_digest.__wrapped__(copy) == checkpoints.code_digest()
     (copy / edited).write_text(f"{(copy / edited).read_text()}# another line\n")
     spec = spec_of("A1", checkpoint_every=2)
@@ -209,7 +272,13 @@ def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch)
 
     with monkeypatch.context() as patch:
         patch.setattr("safetensors.torch.save_file", fills_up)
-        refused(r"checkpoint\.safetensors.*No space left.*intact", trained, spec, samples, tmp_path / "run")
+        refused(
+            r"checkpoint\.safetensors.*No space left.*intact",
+            trained,
+            spec,
+            samples,
+            tmp_path / "run",
+        )
     assert [p.name for p in (tmp_path / "run").glob("checkpoint*")] == ["checkpoint.safetensors"]
     assert trained(spec, samples, tmp_path / "run")[3] == 2
 
@@ -227,13 +296,22 @@ def test_a_loss_that_is_not_finite_stops_the_run_with_the_step(samples, tmp_path
     with pytest.raises(ValueError, match=r"--learning-rate .* nan at step 4") as caught:
         trained(spec, samples, tmp_path, model)
     assert caught.value.step == 4
-    assert [loss is None for loss in losses_of(tmp_path)[:4]] == [False, False, False, True]  # and as far as it had run
+    assert [loss is None for loss in losses_of(tmp_path)[:4]] == [
+        False,
+        False,
+        False,
+        True,
+    ]  # and as far as it had run
 
 
 def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(samples, tmp_path):
     spec = spec_of("C2-8", steps=2)
     model, optimizer, *_ = trained(spec, samples, tmp_path)
-    dtypes = {name: optimizer.state[p]["state1"].dtype for name, p in model.named_parameters() if p.requires_grad}
+    dtypes = {
+        name: optimizer.state[p]["state1"].dtype
+        for name, p in model.named_parameters()
+        if p.requires_grad
+    }
     assert len(dtypes) == len(optimizer.state) and torch.uint8 in dtypes.values()
     for name, parameter in model.named_parameters():
         small = parameter.numel() < 4096 or "embeddings" in name
@@ -246,12 +324,18 @@ def test_the_8bit_optimizer_keeps_small_tensors_and_embeddings_in_32_bits(sample
     lora = spec_of("E-packed-lora")
     model = build_model(lora)
     manager = type(build_optimizer(model, lora).mng).get_instance()
-    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
-    assert set(manager.pid2config) <= embeddings and not manager.index2config, "frozen embeddings have no place"
+    embeddings = {
+        id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)
+    }
+    assert set(manager.pid2config) <= embeddings and not manager.index2config, (
+        "frozen embeddings have no place"
+    )
     assert isinstance(build_optimizer(build_model(spec_of("A1")), spec_of("A1")), torch.optim.AdamW)
 
 
-def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, tmp_path, monkeypatch):
+def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(
+    samples, tmp_path, monkeypatch
+):
     """On a clock that only the batches move: choosing takes 2 s, collating a micro-batch 3, or 300 in the warm-up."""
     now, chosen = [0.0], []
     monkeypatch.setattr("qa_lib.train.loop.time.perf_counter", lambda: now[0])
@@ -266,7 +350,9 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(samples, t
         return called
 
     batches.step = slow(batches.step, lambda: chosen.append(0) or 2.0)
-    batches.collate = slow(batches.collate, lambda: 3.0 if len(chosen) > spec.preset.measure_from else 300.0)
+    batches.collate = slow(
+        batches.collate, lambda: 3.0 if len(chosen) > spec.preset.measure_from else 300.0
+    )
     meter = train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)[1]
     assert (meter.data_s, meter.data_ms()) == ([602.0, 602.0, 8.0, 8.0], 8000.0)
 
@@ -296,12 +382,18 @@ def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
         log.pending.append((torch.tensor(1.0), 0.1))
         log.write([1.0])
     compiling, progress = said
-    assert "compiling" in compiling and "step 2/10" in progress and "01:26 so far, 00:16 left" in progress
+    assert (
+        "compiling" in compiling
+        and "step 2/10" in progress
+        and "01:26 so far, 00:16 left" in progress
+    )
 
 
 def test_a_spoilt_log_is_gone_on_with_and_loses_only_what_cannot_be_read(tmp_path):
     """Of the steps before the checkpoint, which was the third; what came after them is trained once more."""
-    spoilt = b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
+    spoilt = (
+        b'{"step": 1}\n{"st\xff\n[2]\n{"loss": 2}\n{"step": "2"}\n{"step": 3}\n{"step": 4}\n{"ste'
+    )
     (tmp_path / "steps.jsonl").write_bytes(spoilt)
     step_log(tmp_path, 5, begin=3)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'

@@ -72,13 +72,20 @@ class Lab:
         specs = plan(["A1", "A2", "A3"], "smoke", data="synthetic:40", machine=CPU)
         for spec in specs:
             folder = leave(self.runs, spec, env={"gpu": "NVIDIA H200"})
-            write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
-            (folder / "steps.jsonl").write_text('{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3)
+            write(
+                folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}}
+            )
+            (folder / "steps.jsonl").write_text(
+                '{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3
+            )
         assert main(["archive", "cpu-smoke", "--runs", str(self.runs)]) == 0
         shutil.rmtree(self.runs / specs[2].run_path)
         self.spec, self.run = specs[1], self.runs / specs[1].run_path
         names = "record.json", "profile.json", "steps.jsonl"
-        self.files, self.kept = [*map(self.run.joinpath, names), self.runs / "cpu-smoke.jsonl"], self.content()
+        self.files, self.kept = (
+            [*map(self.run.joinpath, names), self.runs / "cpu-smoke.jsonl"],
+            self.content(),
+        )
 
     def content(self) -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
@@ -90,8 +97,14 @@ class Lab:
         running(self.runs)
         progress_of(self.run)
         after = (self.run / "record.json").read_bytes()
-        asks = [lambda: launcher.is_finished(self.spec), lambda: judge(self.spec, self.run, None, 0, 1.0)]
-        for ask in [*asks, *(ask for run in found for ask in (run.profile, run.quantized, run.steps))]:
+        asks = [
+            lambda: launcher.is_finished(self.spec),
+            lambda: judge(self.spec, self.run, None, 0, 1.0),
+        ]
+        for ask in [
+            *asks,
+            *(ask for run in found for ask in (run.profile, run.quantized, run.steps)),
+        ]:
             try:
                 ask()
             except UserError as problem:
@@ -114,7 +127,11 @@ def lab(tmp_path_factory):
 
 def read(path: Path) -> list | dict:
     text = path.read_text()
-    return [json.loads(line) for line in text.splitlines()] if path.suffix == ".jsonl" else json.loads(text)
+    return (
+        [json.loads(line) for line in text.splitlines()]
+        if path.suffix == ".jsonl"
+        else json.loads(text)
+    )
 
 
 def written(path: Path, content) -> None:
@@ -124,7 +141,13 @@ def written(path: Path, content) -> None:
 
 def spots(value, way=()):
     """The ways to every value in a JSON document, and to every key (with True at the end)."""
-    pairs = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    pairs = (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    )
     for key, inner in pairs:
         yield (*way, key, False)
         if isinstance(key, str):
@@ -183,7 +206,9 @@ def one_line(ask, names: str):
         try:
             return ask()
         except UserError as problem:
-            assert "\n" not in str(problem) and any(name in str(problem) for name in names.split()), problem
+            assert "\n" not in str(problem) and any(
+                name in str(problem) for name in names.split()
+            ), problem
 
 
 def change(path: Path, chance: random.Random) -> bool:
@@ -229,7 +254,12 @@ def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("trust") / "model"
     tokenizer = trained_tokenizer([TEXT] * 3, 200)
-    small = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 8}
+    small = {
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 8,
+    }
     config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **small)
     save_model(BertForQuestionAnswering(config), tokenizer, folder)
     return folder
@@ -270,7 +300,12 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
         with limited():
             step, refused = checkpoint.load()
         if refused:
-            assert step == 0 and "began anew" in refused and "\n" not in refused and not kept.path.exists()
+            assert (
+                step == 0
+                and "began anew" in refused
+                and "\n" not in refused
+                and not kept.path.exists()
+            )
         else:
             assert step == 7 and torch.equal(model.weight, weights)
             for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
@@ -282,8 +317,12 @@ def test_a_data_file_may_hold_anything(fix_spans, tmp_path):
     path, chance = tmp_path / "data.json", random.Random(0)
     for _ in range(4 * TIMES):
         mutated(write(path, document((TEXT, ENTRIES))), chance)
-        for example in one_line(lambda: open_source(path, "train", fix_spans).examples, "data.json") or ():
-            assert all(text and example.context[start:].startswith(text) for text, start in example.answers)
+        for example in (
+            one_line(lambda: open_source(path, "train", fix_spans).examples, "data.json") or ()
+        ):
+            assert all(
+                text and example.context[start:].startswith(text) for text, start in example.answers
+            )
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -293,16 +332,30 @@ def test_a_tokenizers_files_may_hold_anything(kind, tmp_path):
     write(whole / "added_tokens.json", {"riverbank": 3})
     names = sorted(path.name for path in whole.glob("*.json") if path.name != "config.json")
     text = f"{TEXT} [CLS] alice came to the harbour at nine"  # of which the synthetic vocabulary knows the end
-    check_identity(whole, tmp_path, names, lambda folder: build_tokenizer(folder)(text)["input_ids"], identify_model)
+    check_identity(
+        whole,
+        tmp_path,
+        names,
+        lambda folder: build_tokenizer(folder)(text)["input_ids"],
+        identify_model,
+    )
 
 
 def test_a_saved_data_set_may_hold_anything(tmp_path):
     """What gives other questions is other data."""
-    rows = [hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(8)]
+    rows = [
+        hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(8)
+    ]
     datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "whole", num_shards=2)
     names = sorted(path.name for path in (tmp_path / "whole").iterdir())
     identify = partial(identify_data, with_validation=False)
-    check_identity(tmp_path / "whole", tmp_path, names, lambda folder: open_source(folder, "train").examples, identify)
+    check_identity(
+        tmp_path / "whole",
+        tmp_path,
+        names,
+        lambda folder: open_source(folder, "train").examples,
+        identify,
+    )
 
 
 def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
@@ -347,10 +400,14 @@ def test_a_typed_word_is_a_value_or_one_line(verb, monkeypatch, tmp_path):
     for action in takes:
         for word in WORDS:
             words = [f"{action.option_strings[0]}={word}"] if action.option_strings else [word]
-            parsed = one_line(lambda words=words: parser.parse_known_args(words), f"{verb} argument")
+            parsed = one_line(
+                lambda words=words: parser.parse_known_args(words), f"{verb} argument"
+            )
             value = parsed and getattr(parsed[0], action.dest)
             for one in value if isinstance(value, list) else [value]:
-                assert one is None or one == one, f"{action.dest} is none at all"  # NaN is not equal to itself
+                assert one is None or one == one, (
+                    f"{action.dest} is none at all"
+                )  # NaN is not equal to itself
                 assert not isinstance(one, int) or isinstance(one, bool) or -(2**63) <= one < 2**63
             free = isinstance(action.default, str) or action.metavar == "TEXT"
             assert word.strip() or not parsed or value is None or free, action.dest
@@ -366,10 +423,23 @@ def test_a_plan_is_of_values_that_can_be_or_one_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     chance = random.Random(0)
     for _ in range(5 * TIMES):
-        given = {name: chance.choice(GIVEN) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))}
+        given = {
+            name: chance.choice(GIVEN) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))
+        }
         rest = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
-        specs = one_line(lambda: plan(**rest | given), " ".join([*NAMES, "micro-batch", "seed", "rate", "variant"]))  # noqa: B023
+        specs = one_line(
+            lambda: plan(**rest | given),  # noqa: B023
+            " ".join([*NAMES, "micro-batch", "seed", "rate", "variant"]),
+        )
         for spec in specs or ():
-            sizes = spec.seed, spec.world, spec.stages, spec.asked.micro_batch, spec.preset.max_length
-            assert all(type(size) is int for size in sizes) and 0 < spec.preset.learning_rate < 1, given
+            sizes = (
+                spec.seed,
+                spec.world,
+                spec.stages,
+                spec.asked.micro_batch,
+                spec.preset.max_length,
+            )
+            assert all(type(size) is int for size in sizes) and 0 < spec.preset.learning_rate < 1, (
+                given
+            )
             assert spec.preset.epochs is None or spec.preset.epochs > 0

@@ -49,7 +49,9 @@ def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
     assert len({point.hash for point in points} | {spec.hash}) == 5
     found = [(p.group, p.preset.learning_rate, p.asked.trainable, p.recipe.rank) for p in points]
     assert found == [("cpu-tune", rate, *recipe) for rate in (1e-3, 2e-3) for recipe in recipes]
-    assert {p.recipe.lr_factor for p in points} == {1.0} and spec.recipe.lr_factor > 1, "at the rate that was asked for"
+    assert {p.recipe.lr_factor for p in points} == {1.0} and spec.recipe.lr_factor > 1, (
+        "at the rate that was asked for"
+    )
     assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
     refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])
 
@@ -57,7 +59,9 @@ def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
 def test_the_best_point_is_named(tried, typed):
     words = "--preset smoke --trainable lora-all-r8 lora-all-r32 --learning-rate 1e-3 2e-3 4e-3"
     out = typed(f"tune B1-all {words}").splitlines()
-    assert out[6:] == ["B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"]
+    assert out[6:] == [
+        "B1-all, best: lora-all-r8, learning rate 0.002, F1 at the best threshold 82.00"
+    ]
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
@@ -66,23 +70,32 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     assert main(f"tune B1-all {words}".split()) == 1
     out = capsys.readouterr().out
     assert "loss is nan at step 12" in out and len(tried) == 4
-    assert out.splitlines()[-1] == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
+    assert (
+        out.splitlines()[-1]
+        == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
+    )
 
 
 def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
     out = typed("tune L1 L-lora --preset lm-smoke --learning-rate 1e-3 2e-3 3e-3").splitlines()
     best = [("L1", "all", 28), ("L-lora", "lora-all", 52)]  # whose recipe has no rate here
     assert out[-2:] == [
-        f"{row}, best: {recipe}, learning rate 0.002, perplexity {least}.00" for row, recipe, least in best
+        f"{row}, best: {recipe}, learning rate 0.002, perplexity {least}.00"
+        for row, recipe, least in best
     ]
     assert {spec.group for spec, *_ in tried} == {"cpu-tune-lm"}
 
 
 def test_a_card_that_is_named_twice_is_shared(tried, typed, monkeypatch):
-    for cards, rates, found in (("0 0", "1e-3 2e-3", {(0, "1")}), ("0 0 1", "3e-3 5e-3 6e-3", {(0, "1"), (1, None)})):
+    for cards, rates, found in (
+        ("0 0", "1e-3 2e-3", {(0, "1")}),
+        ("0 0 1", "3e-3 5e-3 6e-3", {(0, "1"), (1, None)}),
+    ):
         monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
         typed(f"tune A1 --preset smoke --learning-rate {rates} --seeds 0 2 --gpus {cards}")
-        assert {(gpu, shared) for _, gpu, shared in tried} == found, "one run at a time on the second card"
+        assert {(gpu, shared) for _, gpu, shared in tried} == found, (
+            "one run at a time on the second card"
+        )
         tried.clear()
 
 
@@ -94,7 +107,9 @@ def test_bad_searches_are_refused_by_name(tried, typed):
 
 def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1"))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1")
+    )
     gpu, waits = types.SimpleNamespace(type="cuda"), Mock()
 
     def waited(device=gpu):

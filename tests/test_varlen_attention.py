@@ -47,7 +47,9 @@ def by_plain(ends, seed, dropout, causal=False):
 
 def by_kernel(ends, seed, dropout, longest=None, causal=False):
     longest = longest or int(ends.diff().max())
-    return lambda *inputs: varlen._attention(*inputs, ends, seed, longest, dropout, SCALE, causal)[0]
+    return lambda *inputs: varlen._attention(*inputs, ends, seed, longest, dropout, SCALE, causal)[
+        0
+    ]
 
 
 def close(drew, dropout, error, longest=None, causal=False):
@@ -59,7 +61,9 @@ def close(drew, dropout, error, longest=None, causal=False):
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str)
+@pytest.mark.parametrize(
+    "lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str
+)
 def test_the_kernel_is_the_reference(lengths, dropout):
     close(drawn(lengths), dropout, 1e-5)
 
@@ -98,7 +102,9 @@ def plain_attention(ends, kept, rate, causal):
 
 def by_hash(ends, seed, causal):
     """Plain attention of three heads with a quarter of the shares dropped, by the mask of the hash."""
-    places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(DEVICE, torch.int32)
+    places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(
+        DEVICE, torch.int32
+    )
     return plain_attention(ends, varlen._dropout_mask(places, 3, seed, 0.25), 0.25, causal)
 
 
@@ -158,7 +164,9 @@ def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
 
 def kept(seed, heads=4, length=384, rate=0.1):
     places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
-    return varlen._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[:, :, :length]
+    return varlen._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[
+        :, :, :length
+    ]
 
 
 def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
@@ -168,8 +176,14 @@ def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
     for dim in range(4):  # seeds, heads, queries (of both segments), keys
         size = patterns.shape[dim]
         for step in {1, 2, 8, 16, 384} & {*range(size)}:
-            one, other = patterns.narrow(dim, step, size - step), patterns.narrow(dim, 0, size - step)
-            assert (one * other).mean().abs() / (rate * (1 - rate)) < 5 / one.numel() ** 0.5, (dim, step)
+            one, other = (
+                patterns.narrow(dim, step, size - step),
+                patterns.narrow(dim, 0, size - step),
+            )
+            assert (one * other).mean().abs() / (rate * (1 - rate)) < 5 / one.numel() ** 0.5, (
+                dim,
+                step,
+            )
     assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
 
 
@@ -182,11 +196,17 @@ def test_every_encoder_has_it(kind, qkv, tmp_path):
     """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
     folder, results = checkpoint(kind, tmp_path), []
     for attention in ("triton-varlen", "block-diagonal"):
-        model, packed, inputs = packed_model(varlen_spec(settings={"attention": attention, "qkv": qkv}, model=folder))
+        model, packed, inputs = packed_model(
+            varlen_spec(settings={"attention": attention, "qkv": qkv}, model=folder)
+        )
         loss = packed.eval()(**inputs).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-        seeds = {name for name, m in model.named_modules() if isinstance(m, HashDropout) and ".self." in name}
+        seeds = {
+            name
+            for name, m in model.named_modules()
+            if isinstance(m, HashDropout) and ".self." in name
+        }
         assert len(seeds) == (attention == "triton-varlen") * len(layers_of(model))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
 
@@ -200,7 +220,10 @@ def test_padded_rows_leave_no_bias_without_its_gradient():
 def test_its_dropout_is_renewed_and_trains_with_it():
     model, packed, inputs = packed_model(varlen_spec())
     for name, module in model.named_modules():
-        if isinstance(module, HashDropout) and name != "bert.encoder.layer.0.attention.self.dropout":
+        if (
+            isinstance(module, HashDropout)
+            and name != "bert.encoder.layer.0.attention.self.dropout"
+        ):
             module.p = 0.0
     first, again = packed(**inputs).loss, packed(**inputs).loss
     renew(model)

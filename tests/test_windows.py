@@ -12,13 +12,21 @@ from tokenizers.processors import TemplateProcessing
 
 from qa_lib.data.squad import Example, open_source
 from qa_lib.data.windows import Samples, build_samples
-from tests.material import best_of, document, question, real_squad, real_tokenizer, refused, trained_tokenizer, write
+from tests.material import (
+    best_of,
+    document,
+    question,
+    real_squad,
+    real_tokenizer,
+    refused,
+    trained_tokenizer,
+    write,
+)
 from tests.plain import overflow, plain_positions
 from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
-TEXT = (
-    "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; its mouth lies near Rotterdam. "
-)
+TEXT = "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; "
+TEXT += "its mouth lies near Rotterdam. "
 TEXT += "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   from\tit.\n\nWhere? There!"
 
 
@@ -44,9 +52,14 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
     """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
     samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
-    wanted = overflow(tokenizer, questions, [example.context for example in examples], max_length, stride)
+    wanted = overflow(
+        tokenizer, questions, [example.context for example in examples], max_length, stride
+    )
     n = len(wanted["input_ids"])
-    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"])) and samples.lengths.max() <= max_length
+    assert (
+        samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
+        and samples.lengths.max() <= max_length
+    )
     assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
     places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
@@ -58,17 +71,25 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
     for i, (first, stop) in enumerate(samples.context.tolist()):
-        assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(range(first, stop))
-        positions = plain_positions(places[i], first, stop - 1, examples[samples.example[i]].answers)
+        assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(
+            range(first, stop)
+        )
+        positions = plain_positions(
+            places[i], first, stop - 1, examples[samples.example[i]].answers
+        )
         assert (samples.start_positions[i], samples.end_positions[i]) == positions
     return samples
 
 
-def without_blanks(wanted, window: int, questions: list[str], examples: list[Example]) -> list[tuple[int, int]]:
+def without_blanks(
+    wanted, window: int, questions: list[str], examples: list[Example]
+) -> list[tuple[int, int]]:
     """The offsets of a window's tokens, without a blank that a longer token begins with."""
     number, found = wanted["overflow_to_sample_mapping"][window], []
     texts = {None: "", 0: questions[number], 1: examples[number].context}
-    for (begin, end), whose in zip(wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True):
+    for (begin, end), whose in zip(
+        wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True
+    ):
         blank = end - begin > 1 and texts[whose][begin] == " "
         found.append((begin + blank, end))
     return found
@@ -84,20 +105,51 @@ def test_all_of_the_real_data_with_the_real_vocabulary(max_length, stride):
 @pytest.mark.slow
 def test_real_data_with_a_vocabulary_of_its_own():
     examples = real_squad("validation")
-    samples = check(examples, trained_tokenizer({example.context for example in examples}, 4000), 160, 48)
+    samples = check(
+        examples, trained_tokenizer({example.context for example in examples}, 4000), 160, 48
+    )
     answered = sum(not example.impossible for example in examples)
     assert len(set(samples.example[samples.start_positions > 0].tolist())) > 0.99 * answered
 
 
-EDGES = ["", " ", "🙂", "e\u0301", "\u0301", " \u0301x", "\u200b", "\u00a0", "\t\n", "a  b", "\x00", "[SEP]"]
-EDGES += ["x[MASK]y", "naïve", "日本", "ﬁn", "İ", "ΑΣ", "½", "각", "\ufffd", "\u2028z", "'", "--", "a\u0301 \u0301b"]
+EDGES = [
+    "",
+    " ",
+    "🙂",
+    "e\u0301",
+    "\u0301",
+    " \u0301x",
+    "\u200b",
+    "\u00a0",
+    "\t\n",
+    "a  b",
+    "\x00",
+    "[SEP]",
+]
+EDGES += [
+    "x[MASK]y",
+    "naïve",
+    "日本",
+    "ﬁn",
+    "İ",
+    "ΑΣ",
+    "½",
+    "각",
+    "\ufffd",
+    "\u2028z",
+    "'",
+    "--",
+    "a\u0301 \u0301b",
+]
 EDGES += ["wwwwww" * 30]
 
 
 def edges(longest: int) -> list[Example]:
     """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges of every window."""
     pairs = itertools.product(enumerate(EDGES), enumerate(EDGES))
-    examples = [Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest]
+    examples = [
+        Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest
+    ]
     for start, length in itertools.product(range(0, len(TEXT) - 8), (1, 3, 8)):
         answers = ((TEXT[start : start + length], start),)
         examples.append(Example(f"a{start}-{length}", "", "  Where does it", TEXT, answers))
@@ -113,7 +165,11 @@ def test_edge_cases(small, max_length):
 @given(st.data())
 def test_any_text(small, data):
     pieces = st.sampled_from(EDGES) | st.text(max_size=8) | st.sampled_from(TEXT.split())
-    text = st.lists(pieces, max_size=30).map(" ".join).filter(lambda t: t.encode("utf-8", "ignore").decode() == t)
+    text = (
+        st.lists(pieces, max_size=30)
+        .map(" ".join)
+        .filter(lambda t: t.encode("utf-8", "ignore").decode() == t)
+    )
     context, asked = data.draw(text), data.draw(text)
     start = data.draw(st.integers(0, max(0, len(context) - 1)))
     answers = ((context[start : start + data.draw(st.integers(1, 9))], start),) if context else ()
@@ -129,16 +185,30 @@ def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
     tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
     context = "각흙가나" * 9
     assert len(tokenizer(context, add_special_tokens=False)["input_ids"]) > 2 * len(context)
-    examples = [Example(f"{i}-{n}", "", "x", context, ((context[i : i + n], i),)) for i in range(33) for n in (1, 2, 3)]
+    examples = [
+        Example(f"{i}-{n}", "", "x", context, ((context[i : i + n], i),))
+        for i in range(33)
+        for n in (1, 2, 3)
+    ]
     for max_length in range(16, 22):
         check(examples, tokenizer, max_length, 7)
 
 
-ROOM = [(30, 1, True), (17, 1, True), (16, 1, False), (17, 0, False), (16, 2, True), (13, 4, False), (13, 5, True)]
+ROOM = [
+    (30, 1, True),
+    (17, 1, True),
+    (16, 1, False),
+    (17, 0, False),
+    (16, 2, True),
+    (13, 4, False),
+    (13, 5, True),
+]
 
 
 @pytest.mark.parametrize(("words", "context", "crowded"), ROOM)
-def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(small, words, context, crowded):
+def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(
+    small, words, context, crowded
+):
     """20 tokens with stride 4: 17 of them for question and context."""
     example = Example("q7", "Rivers", " ".join(["river"] * words), " ".join(["river"] * context))
     if not crowded:
@@ -153,18 +223,24 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(s
 
 def test_batches(small):
     gold = (TEXT[4:9], 4)
-    examples = [Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)]
+    examples = [
+        Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)
+    ]
     samples, rows = built(examples, small, 30, 10), np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
     names = "input_ids attention_mask token_type_ids start_positions end_positions"
-    assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(names.split(), np.int64)
+    assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(
+        names.split(), np.int64
+    )
     for i, row in enumerate(rows):
         length, (first, stop) = samples.lengths[row], samples.context[row]
         ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
         assert batch["start_positions"][i] == samples.start_positions[row]
         assert batch["input_ids"][i].tolist() == [*ids, *[small.pad_token_id] * (56 - length)]
         assert batch["attention_mask"][i].tolist() == [1] * length + [0] * (56 - length)
-        assert batch["token_type_ids"][i].tolist() == [0] * first + [1] * (stop + 1 - first) + [0] * (56 - length)
+        assert batch["token_type_ids"][i].tolist() == [0] * first + [1] * (stop + 1 - first) + [
+            0
+        ] * (56 - length)
     with pytest.raises(ValueError, match="does not fit"):
         samples.batch(rows, int(samples.lengths[rows].max()) - 1)
     assert samples.batch(rows[:0], 8)["input_ids"].shape == (0, 8)
@@ -179,34 +255,58 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
 @pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
     """An added token that swallows blanks, another normaliser, another splitter: words depend on their neighbours."""
-    examples = [Example("q", "", "where  <b> is", TEXT + " <b> x"), Example("r", "", "  é", "a  b " * 30)]
+    examples = [
+        Example("q", "", "where  <b> is", TEXT + " <b> x"),
+        Example("r", "", "  é", "a  b " * 30),
+    ]
     tokenizer, parts = trained_tokenizer([TEXT] * 3, 300), [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
     elif change == "normalizer":
-        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence([*parts, normalizers.BertNormalizer()])
+        tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
+            [*parts, normalizers.BertNormalizer()]
+        )
     else:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
     check(examples, tokenizer, 50, 10)
 
 
 # Of RoBERTa's kind, with four special tokens, and of ModernBERT's.
-SPLITTING_BYTES = [byte_level_tokenizer, partial(byte_level_tokenizer, add_prefix_space=True), modern_tokenizer]
+SPLITTING_BYTES = [
+    byte_level_tokenizer,
+    partial(byte_level_tokenizer, add_prefix_space=True),
+    modern_tokenizer,
+]
 
 
-@pytest.mark.parametrize("learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"])
-def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(learn):
+@pytest.mark.parametrize(
+    "learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"]
+)
+def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(
+    learn,
+):
     """No token types, blanks that belong to words, several tokens for a character."""
     tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
-    assert len(samples) > len(edges(8)) and {*samples.tokens[samples.starts[:-1]]} == {tokenizer.cls_token_id}
+    assert len(samples) > len(edges(8)) and {*samples.tokens[samples.starts[:-1]]} == {
+        tokenizer.cls_token_id
+    }
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert {*batch} == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
     crowded = [Example("q7", "Rivers", "river " * 30, "river")]
-    refused(r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such", built, crowded, tokenizer, 20, 4)
+    refused(
+        r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such",
+        built,
+        crowded,
+        tokenizer,
+        20,
+        4,
+    )
     word = TEXT.split()[3]
-    samples = check([Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))], tokenizer, 400, 9)
+    samples = check(
+        [Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))], tokenizer, 400, 9
+    )
     start, end = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
     assert TEXT[start.item() : end.item()] == word
 
@@ -217,7 +317,9 @@ def test_tokenizers_and_lengths_that_cannot_work(small):
         refused("max_length", built, examples, small, *lengths)
     refused("no fast tokenizer", built, examples, object())
     bare = trained_tokenizer([TEXT] * 3, 300)
-    bare.backend_tokenizer.post_processor = TemplateProcessing("$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)])
+    bare.backend_tokenizer.post_processor = TemplateProcessing(
+        "$A", "$A [SEP] $B", [("[SEP]", bare.sep_token_id)]
+    )
     refused("does not join texts as a special token", built, examples, bare)
     bare.pad_token = None
     refused("has no token that pads", built, examples, bare)
@@ -230,7 +332,9 @@ def same(a: Samples, b: Samples) -> bool:
 @pytest.fixture
 def file(tmp_path):
     golds = ("Rotterdam", TEXT.index("Rotterdam"))
-    return write(tmp_path / "a.json", document((TEXT, [question("q", "where", golds), question("r", "")])))
+    return write(
+        tmp_path / "a.json", document((TEXT, [question("q", "where", golds), question("r", "")]))
+    )
 
 
 @pytest.fixture
@@ -238,7 +342,9 @@ def cached(file, tmp_path, small):
     """Builds samples of a file, cached; and the folder of the cache."""
 
     def build(source=file, tokenizer=small, max_length=64, stride=16, **more):
-        return build_samples(open_source(source, "train", **more), tokenizer, max_length, stride, cache=store)
+        return build_samples(
+            open_source(source, "train", **more), tokenizer, max_length, stride, cache=store
+        )
 
     store = tmp_path / "store"
     return build, store
@@ -279,7 +385,11 @@ def test_bad_data_leaves_nothing_in_the_cache(cached, tmp_path):
 
 
 def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
-    for name, folder in (("QA_LIB_CACHE", "one"), ("XDG_CACHE_HOME", "two/qa_lib"), ("HOME", "three/.cache/qa_lib")):
+    for name, folder in (
+        ("QA_LIB_CACHE", "one"),
+        ("XDG_CACHE_HOME", "two/qa_lib"),
+        ("HOME", "three/.cache/qa_lib"),
+    ):
         monkeypatch.setenv(name, str(tmp_path / folder.split("/")[0]))
         build_samples(open_source(file, "train"), small, 64, 16)
         assert len(list((tmp_path / folder / "features").iterdir())) == 1
@@ -288,7 +398,9 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_a_cached_start_is_quick(cached, tmp_path):
-    paragraphs = [(f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)]
+    paragraphs = [
+        (f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)
+    ]
     file, build = write(tmp_path / "train.json", document(*paragraphs)), cached[0]
     build(file, max_length=384, stride=128)
     seconds, _ = best_of(3, lambda: build(file, max_length=384, stride=128))

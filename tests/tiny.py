@@ -5,8 +5,20 @@ import json
 from pathlib import Path
 
 import torch
-from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModelForQuestionAnswering, PreTrainedTokenizerFast, RobertaTokenizer
+from tokenizers import (
+    ByteLevelBPETokenizer,
+    Tokenizer,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import (
+    AutoConfig,
+    AutoModelForQuestionAnswering,
+    PreTrainedTokenizerFast,
+    RobertaTokenizer,
+)
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.data.squad import open_source
@@ -28,7 +40,12 @@ H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 # What differs between the encoders: ELECTRA's embeddings may be narrower than its layers, and ModernBERT's second layer
 # looks at a window narrower than most samples.
 ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
-SHAPES = {"bert": {}, "roberta": ROBERTA, "electra": {"embedding_size": 32}, "distilbert": {"hidden_dim": 128}}
+SHAPES = {
+    "bert": {},
+    "roberta": ROBERTA,
+    "electra": {"embedding_size": 32},
+    "distilbert": {"hidden_dim": 128},
+}
 SHAPES |= {"modernbert": {"local_attention": 16}}
 BYTE_LEVEL = {"roberta", "modernbert"}  # those whose tokenizers split bytes
 
@@ -48,7 +65,9 @@ def learnt(texts, size: int, special: list[str]) -> dict:
 
 def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
     """A RoBERTa tokenizer (`<s> question </s></s> context </s>`, blanks belong to words) learnt from `texts`."""
-    return RobertaTokenizer(**learnt(texts, size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]), **options)
+    return RobertaTokenizer(
+        **learnt(texts, size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]), **options
+    )
 
 
 def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
@@ -56,10 +75,19 @@ def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
     in words and in their offsets) learnt from `texts`."""
     special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
     backend = Tokenizer(models.BPE(**learnt(texts, size, special)))
-    backend.normalizer, backend.pre_tokenizer = normalizers.NFC(), pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.normalizer, backend.pre_tokenizer = (
+        normalizers.NFC(),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    )
     ends = [("[CLS]", 2), ("[SEP]", 3)]
-    backend.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends)
-    names = dict(zip(("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True))
+    backend.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends
+    )
+    names = dict(
+        zip(
+            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True
+        )
+    )
     inputs = ["input_ids", "attention_mask"]
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names)
 
@@ -69,9 +97,14 @@ def checkpoint(model_type: str, folder: Path) -> str:
     tokenizer = build_tokenizer("tiny")
     if model_type in BYTE_LEVEL:
         learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
-        tokenizer = learn(example.context for example in open_source("synthetic:60", "train").examples)
+        tokenizer = learn(
+            example.context for example in open_source("synthetic:60", "train").examples
+        )
     config = AutoConfig.for_model(
-        model_type, **TINY_CONFIG | SHAPES[model_type], vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id
+        model_type,
+        **TINY_CONFIG | SHAPES[model_type],
+        vocab_size=len(tokenizer),
+        pad_token_id=tokenizer.pad_token_id,
     )
     torch.manual_seed(0)
     AutoModelForQuestionAnswering.from_config(config).save_pretrained(folder)
@@ -91,10 +124,18 @@ def quiet(_) -> None:
 def resized(spec: Spec, settings: dict | None = None, **preset) -> Spec:
     """The spec with other settings, and with these values of its preset."""
     settings = dataclasses.replace(spec.settings, **settings or {})
-    return dataclasses.replace(spec, settings=settings, preset=dataclasses.replace(spec.preset, **preset))
+    return dataclasses.replace(
+        spec, settings=settings, preset=dataclasses.replace(spec.preset, **preset)
+    )
 
 
-def planned(row: str = "A1", preset: str = "smoke", settings: dict | None = None, sizes: dict | None = None, **words):
+def planned(
+    row: str = "A1",
+    preset: str = "smoke",
+    settings: dict | None = None,
+    sizes: dict | None = None,
+    **words,
+):
     """The spec of a variant over few questions on this CPU, with other settings and these values of its preset."""
     (spec,) = plan([row], preset, **{"data": "synthetic:40", "machine": CPU} | words)
     return resized(spec, settings, **sizes or {})
@@ -104,13 +145,19 @@ def trained(spec: Spec, samples: Samples, run_dir: Path, model=None) -> tuple:
     """A model that was trained, and what `train` returns."""
     run_dir.mkdir(exist_ok=True)
     model = model or build_model(spec)
-    return model, *train(model, batches_of(samples, spec), spec, torch.device("cpu"), run_dir, quiet)
+    return model, *train(
+        model, batches_of(samples, spec), spec, torch.device("cpu"), run_dir, quiet
+    )
 
 
 def packed_model(spec: Spec) -> tuple:
     """A model in training mode, the same for packed rows, and the first of its micro-batches."""
     batches, model = batches_of(load_data(spec).samples, spec), build_model(spec).train()
-    return model, Packed(model, batches.limits), batches.collate(batches.step(0)[0], torch.device("cpu"))
+    return (
+        model,
+        Packed(model, batches.limits),
+        batches.collate(batches.step(0)[0], torch.device("cpu")),
+    )
 
 
 def without_dropout(model):

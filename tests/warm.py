@@ -14,7 +14,9 @@ from pathlib import Path
 from qa_lib.run.warm import SERVER
 
 ROOT = Path(__file__).parent.parent
-SERVER.set_forkserver_preload(["qa_lib.run.preload", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"])
+SERVER.set_forkserver_preload(
+    ["qa_lib.run.preload", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"]
+)
 
 
 def address() -> str:
@@ -26,7 +28,10 @@ def address() -> str:
 def share(address: str) -> None:
     """Let this process fork from the server of another one, and start none of its own."""
     server = forkserver._forkserver
-    server._forkserver_address, server._forkserver_alive_fd = address, os.open(os.devnull, os.O_RDONLY)
+    server._forkserver_address, server._forkserver_alive_fd = (
+        address,
+        os.open(os.devnull, os.O_RDONLY),
+    )
     server.ensure_running = lambda: None
 
 
@@ -50,7 +55,9 @@ def python(log: Path, *words: str, **environment: str):
     return process
 
 
-def together(folder: Path, world: int, *words: str, limit_s: float = 240, **environment: str) -> None:
+def together(
+    folder: Path, world: int, *words: str, limit_s: float = 240, **environment: str
+) -> None:
     """So many processes of `python -m WORDS` as torchrun starts them; if one fails all end, and what they said is the
     error."""
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -58,7 +65,9 @@ def together(folder: Path, world: int, *words: str, limit_s: float = 240, **envi
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "warm"}
     common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | environment
     log, end = folder / "log.txt", time.monotonic() + limit_s
-    processes = [python(log, *words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)]
+    processes = [
+        python(log, *words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)
+    ]
     try:
         while any(process.exitcode is None for process in processes) and time.monotonic() < end:
             if any(process.exitcode for process in processes):

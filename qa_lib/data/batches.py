@@ -9,7 +9,9 @@ from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
 ROUND = 32  # padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets
-BUCKET = 50  # micro-batches that are sorted by length together; more would make the order less random
+BUCKET = (
+    50  # micro-batches that are sorted by length together; more would make the order less random
+)
 
 
 class Batches:
@@ -26,10 +28,14 @@ class Batches:
         self._epoch = lru_cache(2)(self._drawn)  # a step can straddle two epochs
         self.per_epoch = len(samples) // self.size
         if not self.per_epoch:
-            raise UserError(f"{spec.data['name']}: {len(samples)} samples are too few for --micro-batch {self.size}")
+            raise UserError(
+                f"{spec.data['name']}: {len(samples)} samples are too few for --micro-batch {self.size}"
+            )
         self.steps = spec.preset.steps or spec.preset.epochs * self.per_epoch // spec.micro_batches
         if not self.steps:
-            raise UserError(f"{spec.data['name']}: {len(samples)} samples are too few for --batch {spec.preset.batch}")
+            raise UserError(
+                f"{spec.data['name']}: {len(samples)} samples are too few for --batch {spec.preset.batch}"
+            )
 
     def _drawn(self, epoch: int) -> np.ndarray:
         draw = np.random.default_rng([self.spec.seed, epoch])
@@ -37,7 +43,9 @@ class Batches:
         if self.spec.settings.group_by_length:
             lengths = self.samples.lengths
             spans = np.array_split(order, range(BUCKET * self.size, len(order), BUCKET * self.size))
-            order = np.concatenate([span[np.argsort(lengths[span], kind="stable")] for span in spans])
+            order = np.concatenate(
+                [span[np.argsort(lengths[span], kind="stable")] for span in spans]
+            )
             return draw.permutation(order.reshape(self.per_epoch, self.size))
         return order.reshape(self.per_epoch, self.size)
 
@@ -48,7 +56,9 @@ class Batches:
         """
         first = step * self.spec.micro_batches
         numbers = range(first, first + self.spec.micro_batches)
-        return [self._epoch(number // self.per_epoch)[number % self.per_epoch] for number in numbers]
+        return [
+            self._epoch(number // self.per_epoch)[number % self.per_epoch] for number in numbers
+        ]
 
     def padded_length(self, indices: np.ndarray) -> int:
         """Tokens to which these samples are padded: the limit, or the longest rounded up to one of few lengths."""
@@ -70,5 +80,7 @@ class Batches:
         """`arrays` on the device; the copy to a GPU does not wait."""
         tensors = {name: torch.from_numpy(array) for name, array in self.arrays(indices).items()}
         if device.type == "cuda":
-            tensors = {name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()}
+            tensors = {
+                name: t.pin_memory().to(device, non_blocking=True) for name, t in tensors.items()
+            }
         return tensors

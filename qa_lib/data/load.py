@@ -48,13 +48,23 @@ def load_data(spec: Spec) -> Data:
     samples = build_samples(source, tokenizer, *limits)
     held_out = build_samples(validation, tokenizer, *limits) if validation else None
     if held_out and held_out.examples_sha256 == samples.examples_sha256:
-        raise UserError(f"{validation.name}: has the questions of {source.name}, by which it would be scored")
+        raise UserError(
+            f"{validation.name}: has the questions of {source.name}, by which it would be scored"
+        )
     if validation:
-        examples = validation.examples  # the answers, while a file that has changed costs no training
-        if spec.preset.name == "answerable" and (silent := [each.id for each in examples if each.impossible]):
-            raise UserError(f"{validation.name}: question {silent[0]} has no answer; in preset answerable all have one")
+        examples = (
+            validation.examples
+        )  # the answers, while a file that has changed costs no training
+        if spec.preset.name == "answerable" and (
+            silent := [each.id for each in examples if each.impossible]
+        ):
+            raise UserError(
+                f"{validation.name}: question {silent[0]} has no answer; in preset answerable all have one"
+            )
     seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
-    return Data(tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval)
+    return Data(
+        tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval
+    )
 
 
 def load_text(spec: Spec) -> Data:
@@ -67,15 +77,23 @@ def load_text(spec: Spec) -> Data:
     source = open_text(spec.data_source, "train")
     validation = open_text(spec.data_source, "validation") if spec.preset.quality else None
     shape = find_shape(spec.model_source)
-    tokenizer = learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
+    tokenizer = (
+        learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
+    )
     text = tokenize_text(source, tokenizer)
     if len(text.tokens) < length:
-        raise UserError(f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}")
+        raise UserError(
+            f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}"
+        )
     held_out = tokenize_text(validation, tokenizer) if validation else None
     if held_out and np.array_equal(held_out.tokens, text.tokens):
-        raise UserError(f"{validation.name}: is the text of {source.name}, by which it would be scored")
+        raise UserError(
+            f"{validation.name}: is the text of {source.name}, by which it would be scored"
+        )
     seconds, n_eval = time.perf_counter() - begin, len(held_out.tokens) - 1 if held_out else None
-    return Data(tokenizer, source, Windows(text, length), validation, held_out, seconds, text.words, n_eval)
+    return Data(
+        tokenizer, source, Windows(text, length), validation, held_out, seconds, text.words, n_eval
+    )
 
 
 def batches_of(samples: Samples | Windows, spec: Spec) -> Batches:

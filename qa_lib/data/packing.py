@@ -22,8 +22,14 @@ from qa_lib.data.batches import Batches
 from qa_lib.errors import UserError
 from qa_lib.spec import Spec
 
-DEALT_TOGETHER = 256  # micro-batches that are dealt together: more are better balanced, fewer are more random
-PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")  # what a packed sequence has for each token, where given
+DEALT_TOGETHER = (
+    256  # micro-batches that are dealt together: more are better balanced, fewer are more random
+)
+PER_TOKEN = (
+    "input_ids",
+    "token_type_ids",
+    "position_ids",
+)  # what a packed sequence has for each token, where given
 ALIGN = 64  # the budget and limits of segments are multiples of this many tokens, for whole tiles in GEMMs
 PLACES = 16  # where each sample has a place of its own, its length is a multiple of this, for whole loads of memory,
 CALLS = 12  # and has at most so many values
@@ -58,8 +64,14 @@ def few_limits(lengths: np.ndarray, most: int) -> list[int]:
         """The sum of limits for the `end` lowest values, and what values these limits have."""
         if not end or not values_left:
             return (np.inf if end else 0), ()
-        top, options = values[end - 1], ((begin, least(begin, values_left - 1)) for begin in range(end))
-        return min((total + top * counts[begin:end].sum(), (*lower, top)) for begin, (total, lower) in options)
+        top, options = (
+            values[end - 1],
+            ((begin, least(begin, values_left - 1)) for begin in range(end)),
+        )
+        return min(
+            (total + top * counts[begin:end].sum(), (*lower, top))
+            for begin, (total, lower) in options
+        )
 
     chosen = np.array(least(len(values), most)[1])
     return chosen[np.searchsorted(chosen, wanted)].tolist()
@@ -114,7 +126,9 @@ class PackedBatches(Batches):
         batch = self.samples.batch(indices, int(lengths.max()))
         real = batch["attention_mask"].astype(bool)
         rows = {"position_ids": np.broadcast_to(np.arange(real.shape[1]), real.shape)} | batch
-        packed = {name: np.zeros((1, self.budget), dtype=np.int64) for name in PER_TOKEN if name in rows}
+        packed = {
+            name: np.zeros((1, self.budget), dtype=np.int64) for name in PER_TOKEN if name in rows
+        }
         begins, packed["cu_seqlens"] = self._cut(lengths)
         place = np.repeat(begins - (lengths.cumsum() - lengths), lengths) + np.arange(lengths.sum())
         for name in packed.keys() - {"cu_seqlens"}:
@@ -128,11 +142,15 @@ class PackedBatches(Batches):
         """Where samples of these `lengths` begin, and cu_seqlens. Raises UserError for samples that do not fit."""
         if self.has_places:
             if len(lengths) != self.size or (lengths > self.limits).any():
-                raise UserError(f"samples of {lengths.tolist()} tokens are not for places of {self.limits}")
+                raise UserError(
+                    f"samples of {lengths.tolist()} tokens are not for places of {self.limits}"
+                )
             ends = np.cumsum([0, *self.limits])
             return ends[:-1], ends.astype(np.int32)
         if (total := lengths.sum()) > self.budget:
-            raise UserError(f"samples of {total} tokens do not fit into a packed sequence of {self.budget}")
+            raise UserError(
+                f"samples of {total} tokens do not fit into a packed sequence of {self.budget}"
+            )
         tails = self.spec.preset.max_length * np.arange(1, len(self.limits) - self.size + 1)
         ends = np.concatenate([[0], lengths.cumsum(), np.minimum(total + tails, self.budget)])
         return ends[: len(lengths)], ends.astype(np.int32)

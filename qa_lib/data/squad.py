@@ -24,9 +24,18 @@ log = logging.getLogger(__name__)
 MAX_CONTEXT = 100_000
 # Of many bad answers a message shows this many; the count in front of them is always the full one.
 MAX_LISTED = 20
-OFFICIAL_NAMES = {"train": ("train.json", "train-v2.0.json"), "validation": ("validation.json", "dev-v2.0.json")}
+OFFICIAL_NAMES = {
+    "train": ("train.json", "train-v2.0.json"),
+    "validation": ("validation.json", "dev-v2.0.json"),
+}
 SYNTHETIC_SEEDS = {"train": 0, "validation": 1}
-KINDS = {str: "text", int: "whole number", bool: "true or false", list: "list", dict: "object"}  # as JSON has them
+KINDS = {
+    str: "text",
+    int: "whole number",
+    bool: "true or false",
+    list: "list",
+    dict: "object",
+}  # as JSON has them
 
 
 class DataError(UserError):
@@ -78,14 +87,18 @@ class Source:
         _ = self.sha256
         yield from self.rows()
         if self.digest() != self.sha256:
-            raise DataError(f"{self.name}: it has changed since it was first looked at; give the command again")
+            raise DataError(
+                f"{self.name}: it has changed since it was first looked at; give the command again"
+            )
 
     @cached_property
     def examples(self) -> list[Example]:
         return build_examples(self.read(), self.name, self.fix_spans, self.labelled)
 
 
-def open_source(source: str | os.PathLike, split: str, fix_spans: bool = False, labelled: bool = True) -> Source:
+def open_source(
+    source: str | os.PathLike, split: str, fix_spans: bool = False, labelled: bool = True
+) -> Source:
     """Find the data set `source`; nothing is parsed yet.
 
     `source` is one of
@@ -128,7 +141,9 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?(:[\w.-]+)?", name) is not None
 
 
-def build_examples(rows: Iterable[tuple], name: str, fix_spans: bool, labelled: bool) -> list[Example]:
+def build_examples(
+    rows: Iterable[tuple], name: str, fix_spans: bool, labelled: bool
+) -> list[Example]:
     """Check raw questions and turn them into examples; `name` is the file named in errors.
 
     `rows` yields (article, title, paragraph, question), the last two as in the official layout; `article` names the
@@ -139,7 +154,9 @@ def build_examples(rows: Iterable[tuple], name: str, fix_spans: bool, labelled: 
     for article, title, paragraph, entry in rows:
         context = _held(paragraph, "context", str, article)
         if len(context) > MAX_CONTEXT:
-            raise DataError(f"{article}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}")
+            raise DataError(
+                f"{article}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}"
+            )
         key = _held(entry, "id", str, article)
         place = f"{article}, question {key!r}"
         if key in seen:
@@ -152,7 +169,9 @@ def build_examples(rows: Iterable[tuple], name: str, fix_spans: bool, labelled: 
             if not text or start < 0 or not context.startswith(text, start):
                 once = bool(text) and context.find(text) == context.rfind(text) >= 0
                 if not (fix_spans and once):
-                    misplaced.append((f"{place.removeprefix(f'{name}: ')}: {text[:60]!r} at {start}", once))
+                    misplaced.append(
+                        (f"{place.removeprefix(f'{name}: ')}: {text[:60]!r} at {start}", once)
+                    )
                     continue
                 start = context.find(text)
                 repaired += 1
@@ -163,7 +182,9 @@ def build_examples(rows: Iterable[tuple], name: str, fix_spans: bool, labelled: 
     if not examples:
         raise DataError(f"{name}: an empty data set, not one question in it")
     if repaired:
-        log.warning("%s: moved %d answers to the only place where their text occurs", name, repaired)
+        log.warning(
+            "%s: moved %d answers to the only place where their text occurs", name, repaired
+        )
     return examples
 
 
@@ -175,14 +196,19 @@ def _held(holder: object, key: str, kind: type, place: str, default: object = No
     if kind is str and not value.isascii():
         try:
             value.encode()
-        except UnicodeEncodeError as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
+        except (
+            UnicodeEncodeError
+        ) as error:  # JSON can spell half of a surrogate pair; no tokenizer takes it
             raise DataError(f"{place}: the {key} holds half a character at {error.start}") from None
     return value
 
 
 def _answers(entry: dict, place: str) -> Iterator[tuple[str, int]]:
     """The (text, start) pairs of one entry, which must agree with its is_impossible."""
-    answers, impossible = _held(entry, "answers", list, place), _held(entry, "is_impossible", bool, place, False)
+    answers, impossible = (
+        _held(entry, "answers", list, place),
+        _held(entry, "is_impossible", bool, place, False),
+    )
     if impossible == bool(answers):
         said = str(entry.get("is_impossible", "not there")).lower()
         raise DataError(f"{place}: {len(answers)} answers, and is_impossible is {said}")
@@ -194,7 +220,11 @@ def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
     once = sum(fixable for _, fixable in misplaced)
     shown = "; ".join(text for text, _ in misplaced[:MAX_LISTED])
     more = f"; and {len(misplaced) - MAX_LISTED} more" if len(misplaced) > MAX_LISTED else ""
-    hint = f" ({once} occur exactly once: `score --fix-spans` takes them there, training does not)" if once else ""
+    hint = (
+        f" ({once} occur exactly once: `score --fix-spans` takes them there, training does not)"
+        if once
+        else ""
+    )
     return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
 
 
@@ -204,21 +234,30 @@ def read_json(path: str | os.PathLike) -> object:
         return json.loads(Path(path).read_bytes())
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # also broken UTF-8, a number of thousands of digits, deep nesting
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also broken UTF-8, a number of thousands of digits, deep nesting
         raise DataError(f"{path}: not JSON: {error}") from None
 
 
-def generated(name: str, split: str, mark: str = "") -> tuple[Callable[[], str], Callable[[], dict]]:
+def generated(
+    name: str, split: str, mark: str = ""
+) -> tuple[Callable[[], str], Callable[[], dict]]:
     """What hashes, and what makes, the document that a name like "synthetic:2000" asks for; `mark` tells apart what is
     made of it. Raises DataError."""
     count = name.removeprefix("synthetic:")
     if not (count.isascii() and count.isdigit() and 0 < int(count[:10]) <= 10_000_000):
-        raise DataError(f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000")
+        raise DataError(
+            f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000"
+        )
     document = partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
 
     @cache
     def digest() -> str:
-        return hashlib.sha256(f"{mark}{json.dumps(document(), sort_keys=True)}".encode()).hexdigest()
+        return hashlib.sha256(
+            f"{mark}{json.dumps(document(), sort_keys=True)}".encode()
+        ).hexdigest()
 
     return digest, document
 
@@ -229,17 +268,23 @@ def _saved(folder: Path, split: str) -> tuple[Callable[[], str], Callable]:
     part = folder / split if (folder / "dataset_dict.json").is_file() else folder
     if not (part / "state.json").is_file():
         wanted = " or ".join(OFFICIAL_NAMES[split])
-        raise DataError(f"{folder}: no {wanted} in this folder, and no data set of save_to_disk with a split {split!r}")
+        raise DataError(
+            f"{folder}: no {wanted} in this folder, and no data set of save_to_disk with a split {split!r}"
+        )
 
     def load():
         import datasets
 
         try:
             table = datasets.load_from_disk(str(part), keep_in_memory=False)
-            table.data.table.validate(full=True)  # Arrow follows damaged offsets to wherever they lead
+            table.data.table.validate(
+                full=True
+            )  # Arrow follows damaged offsets to wherever they lead
             return table
         except Exception as error:  # whatever Arrow or datasets make of a damaged folder
-            raise DataError(f"{folder}: not a data set that datasets can load: {first_line(error)}") from None
+            raise DataError(
+                f"{folder}: not a data set that datasets can load: {first_line(error)}"
+            ) from None
 
     def digest() -> str:
         files = [Path(file["filename"]) for file in load().cache_files]
@@ -259,8 +304,15 @@ def hub_table(name: str, split: str, files: str) -> tuple[Callable[[], str], Cal
         import datasets
 
         try:
-            if Path(datasets.__file__).with_name("packaged_modules").joinpath(name.split(":")[0]).is_dir():
-                raise ValueError("a format's name, by which datasets reads the files of the working directory")
+            if (
+                Path(datasets.__file__)
+                .with_name("packaged_modules")
+                .joinpath(name.split(":")[0])
+                .is_dir()
+            ):
+                raise ValueError(
+                    "a format's name, by which datasets reads the files of the working directory"
+                )
             return datasets.load_dataset(*name.split(":"), split=split)
         except Exception as error:  # offline, unknown, gated, a script: the library says which
             raise DataError(
@@ -268,14 +320,19 @@ def hub_table(name: str, split: str, files: str) -> tuple[Callable[[], str], Cal
                 f"{first_line(error)}): give --data FOLDER, a folder with {files}"
             ) from None
 
-    return lambda: hashlib.sha256(f"{name} {split} {table()._fingerprint}".encode()).hexdigest(), table
+    return lambda: hashlib.sha256(
+        f"{name} {split} {table()._fingerprint}".encode()
+    ).hexdigest(), table
 
 
 def nested_rows(document: object, name: str) -> Iterator[tuple]:
     """The rows for `build_examples` out of the official layout: data[].paragraphs[].qas[]."""
     for a, article in enumerate(_held(document, "data", list, name)):
         place = f"{name}: article {a}"
-        paragraphs, title = _held(article, "paragraphs", list, place), _held(article, "title", str, place, "")
+        paragraphs, title = (
+            _held(article, "paragraphs", list, place),
+            _held(article, "title", str, place, ""),
+        )
         place += f" {title[:80]!r}"
         for p, paragraph in enumerate(paragraphs):
             for entry in _held(paragraph, "qas", list, f"{place}, paragraph {p}"):
@@ -294,9 +351,15 @@ def flat_rows(table, name: str) -> Iterator[tuple]:
             article = f"{name}: article {title[:80]!r}"
             place = f"{article}, question {row.get('id')!r}"
             context, answers = _held(row, "context", str, place), _held(row, "answers", dict, place)
-            pairs = zip_longest(*(_held(answers, key, list, place) for key in ("text", "answer_start")))
+            pairs = zip_longest(
+                *(_held(answers, key, list, place) for key in ("text", "answer_start"))
+            )
             answers = [{"text": text, "answer_start": start} for text, start in pairs]
-            found = {"context": contexts.setdefault(context, context), "answers": answers, "is_impossible": not answers}
+            found = {
+                "context": contexts.setdefault(context, context),
+                "answers": answers,
+                "is_impossible": not answers,
+            }
             yield article, title, found, row | found
 
 
@@ -311,4 +374,6 @@ def sha256_of(path: Path) -> str:
 
 def hash_files(paths: Iterable[Path]) -> str:
     """SHA-256 (hex) over the digests and names of files, in this order. Raises DataError as sha256_of does."""
-    return hashlib.sha256("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths).encode()).hexdigest()
+    return hashlib.sha256(
+        "".join(f"{sha256_of(path)}  {path.name}\n" for path in paths).encode()
+    ).hexdigest()

@@ -11,7 +11,11 @@ from pathlib import Path
 _TEXT = json.loads(Path(__file__).with_name("synthetic.json").read_text())
 # Of each kind the words that a phrase has at its first and at its second place.
 _PHRASES = {kind: [words.split() for words in places] for kind, places in _TEXT["phrases"].items()}
-_QUESTIONS, _FILLER, _PUNCTUATION = _TEXT["questions"], _TEXT["filler"].split(), _TEXT["punctuation"].split()
+_QUESTIONS, _FILLER, _PUNCTUATION = (
+    _TEXT["questions"],
+    _TEXT["filler"].split(),
+    _TEXT["punctuation"].split(),
+)
 # A BERT of 109 thousand parameters, enough for this text. Its initializer_range is not the usual 0.02, which is for
 # wider layers: this one would not start to learn in 300 steps.
 TINY_CONFIG = _TEXT["model"]

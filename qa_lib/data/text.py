@@ -25,7 +25,15 @@ from types import SimpleNamespace
 import numpy as np
 import tokenizers
 
-from qa_lib.data.squad import DataError, Source, find_file, generated, hub_table, is_hub_name, sha256_of
+from qa_lib.data.squad import (
+    DataError,
+    Source,
+    find_file,
+    generated,
+    hub_table,
+    is_hub_name,
+    sha256_of,
+)
 from qa_lib.data.tokenize import bare
 from qa_lib.data.windows import cached
 from qa_lib.errors import UserError
@@ -59,7 +67,11 @@ def open_text(source: str | os.PathLike, split: str) -> Source:
     if os.path.isdir(name) and not path:
         raise DataError(f"{name}: none of {', '.join(names)} in this folder")
     if os.path.isfile(name) and (not name.endswith(ENDINGS) or split != "train"):
-        wanted = f"not one of {', '.join(ENDINGS)}" if split == "train" else "one file has no text to validate on"
+        wanted = (
+            f"not one of {', '.join(ENDINGS)}"
+            if split == "train"
+            else "one file has no text to validate on"
+        )
         raise DataError(f"{name}: {wanted}; a folder with train.txt and validation.txt has both")
     if path:
         return Source(str(path), partial(sha256_of, path), partial(_lines, path))
@@ -77,7 +89,9 @@ def _lines(path: Path) -> Iterator[str]:
                 number += 1
                 yield line.decode().replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: line {number} is not UTF-8: {error.reason} at byte {error.start} of it") from None
+        raise DataError(
+            f"{path}: line {number} is not UTF-8: {error.reason} at byte {error.start} of it"
+        ) from None
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path}: cannot be read after line {number}: {error}") from None
 
@@ -135,14 +149,25 @@ def learn_tokenizer(source: Source, size: int):
     learnt = cached(parts, SimpleNamespace, lambda: SimpleNamespace(content=_learn(source, size)))
     from transformers import PreTrainedTokenizerFast  # a second, for which drivers do not wait
 
-    known = {"bos_token": END, "eos_token": END, "model_input_names": ["input_ids", "attention_mask"]}
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer.from_str(learnt.content), **known)
+    known = {
+        "bos_token": END,
+        "eos_token": END,
+        "model_input_names": ["input_ids", "attention_mask"],
+    }
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(learnt.content), **known
+    )
 
 
 def _learn(source: Source, size: int) -> str:
     tokenizer = tokenizers.ByteLevelBPETokenizer()
     pieces = chain.from_iterable(map(_pieces, source.read()))
-    options = {"vocab_size": size, "min_frequency": 0, "special_tokens": [END], "show_progress": False}
+    options = {
+        "vocab_size": size,
+        "min_frequency": 0,
+        "special_tokens": [END],
+        "show_progress": False,
+    }
     tokenizer.train_from_iterator(pieces, **options)
     return tokenizer.to_str()
 
@@ -151,7 +176,11 @@ def _pieces(line: str) -> list[str]:
     """A line, cut up where a word or a blank in it is longer than LONGEST characters: to learn from one takes time by
     the square of its length, in which no signal is heard."""
     whole = len(line) <= LONGEST or not re.search(rf"\S{{{LONGEST + 1}}}|\s{{{LONGEST + 1}}}", line)
-    return [line] if whole else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
+    return (
+        [line]
+        if whole
+        else re.findall(rf"\s{{0,{LONGEST}}}\S{{1,{LONGEST}}}|\s{{1,{LONGEST}}}", line)
+    )
 
 
 def tokenize_text(source: Source, tokenizer) -> Text:
@@ -160,7 +189,9 @@ def tokenize_text(source: Source, tokenizer) -> Text:
     end, backend = tokenizer.eos_token_id, bare(tokenizer)
     if end is None:
         name = tokenizer.name_or_path or type(tokenizer).__name__
-        raise UserError(f"{name}: its tokenizer has no end token (eos_token), with which a text begins")
+        raise UserError(
+            f"{name}: its tokenizer has no end token (eos_token), with which a text begins"
+        )
     parts = ["tokens", CACHE_VERSION, tokenizers.__version__, source.sha256, end, backend.to_str()]
     return cached(parts, Text, lambda: _tokenize(source, backend, end))
 
@@ -168,12 +199,17 @@ def tokenize_text(source: Source, tokenizer) -> Text:
 def _tokenize(source: Source, backend: tokenizers.Tokenizer, end: int) -> Text:
     dtype = np.uint16 if backend.get_vocab_size() <= 2**16 else np.uint32
     pieces, words, size, lines_of = [np.array([end], dtype)], 0, 0, source.read()
-    backend.encode_special_tokens = True  # a text may speak of end tokens; transformers puts it back at its next call
+    backend.encode_special_tokens = (
+        True  # a text may speak of end tokens; transformers puts it back at its next call
+    )
     for lines in iter(lambda: list(islice(lines_of, LINES_PER_CALL)), []):
         words += sum(len(line.split()) + line.endswith("\n") for line in lines)
         size += sum(len(line.encode()) for line in lines)
         encoded = backend.encode_batch_fast(lines, add_special_tokens=False)
-        ids = ([end] if line.strip(" \n") == SEPARATOR else e.ids for line, e in zip(lines, encoded, strict=True))
+        ids = (
+            [end] if line.strip(" \n") == SEPARATOR else e.ids
+            for line, e in zip(lines, encoded, strict=True)
+        )
         pieces.append(np.fromiter(chain.from_iterable(ids), dtype))
     if not size:
         raise UserError(f"{source.name}: an empty text")

@@ -31,7 +31,9 @@ def bare(tokenizer) -> tokenizers.Tokenizer:
     call left switched on; transformers sets both at each call of its own. Raises UserError for another tokenizer."""
     if not getattr(tokenizer, "is_fast", False):
         name = getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__
-        raise UserError(f"{name}: no fast tokenizer of transformers, which alone say where their tokens come from")
+        raise UserError(
+            f"{name}: no fast tokenizer of transformers, which alone say where their tokens come from"
+        )
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()
     backend.no_padding()
@@ -64,7 +66,9 @@ def find_layout(tokenizer, backend) -> Layout:
     if tokenizer.pad_token_id is None:
         raise UserError(f"{name}: the tokenizer has no token that pads (pad_token)")
     if not parts:
-        raise UserError(f"{name}: the tokenizer does not join texts as a special token, question and context")
+        raise UserError(
+            f"{name}: the tokenizer does not join texts as a special token, question and context"
+        )
     before, _, between, _, after = (pair.ids[slice(*parts.span(group))] for group in range(1, 6))
     segments = "token_type_ids" in tokenizer.model_input_names and 1 in pair.type_ids
     return Layout(before, between, after, tokenizer.pad_token_id, segments)
@@ -75,7 +79,9 @@ class Pieces(NamedTuple):
 
     ids: np.ndarray  # int32 [T]
     starts: np.ndarray  # int64 [texts + 1]: where each text's tokens begin
-    offsets: np.ndarray  # int32 [T, 2]: first character of each token in its text, and one past its last
+    offsets: (
+        np.ndarray
+    )  # int32 [T, 2]: first character of each token in its text, and one past its last
 
 
 def tokenize(backend, texts: list[str]) -> Pieces:
@@ -93,18 +99,29 @@ def tokenize(backend, texts: list[str]) -> Pieces:
     lengths = np.diff(starts)[word]
     source = ranges(starts[word], lengths)
     text_starts = np.concatenate([[0], np.cumsum(lengths)])[np.append(first_word, len(word))]
-    return Pieces(ids[source], text_starts, offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None])
+    return Pieces(
+        ids[source],
+        text_starts,
+        offsets[source] + np.repeat(begin.astype(np.int32), lengths)[:, None],
+    )
 
 
 def _encode_words(backend, words: list[str]) -> Pieces:
     """As `_encode` for words without blanks: joined to rows, as a call costs more than a word, and told apart after."""
-    rows = [" ".join(words[first : first + WORDS_PER_ROW]) for first in range(0, len(words), WORDS_PER_ROW)]
+    rows = [
+        " ".join(words[first : first + WORDS_PER_ROW])
+        for first in range(0, len(words), WORDS_PER_ROW)
+    ]
     ids, starts, offsets = _encode(backend, rows)
     size = np.array([len(word) + 1 for word in words])
     begin = np.cumsum(size) - size
     row_begin = begin[::WORDS_PER_ROW]
-    word = np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
-    offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(np.int32)
+    word = (
+        np.searchsorted(begin, offsets[:, 0] + np.repeat(row_begin, np.diff(starts)), "right") - 1
+    )
+    offsets -= (begin - np.repeat(row_begin, WORDS_PER_ROW)[: len(words)])[word, None].astype(
+        np.int32
+    )
     return Pieces(ids, np.searchsorted(word, np.arange(len(words) + 1)), offsets)
 
 
@@ -112,7 +129,9 @@ def _splits_at_blanks(backend) -> bool:
     """Whether tokens on both sides of a blank are what they are without the other side, as in BERT's own pipeline."""
     parts = json.loads(backend.to_str())
     kinds = [(parts[name] or {}).get("type") for name in ("normalizer", "pre_tokenizer", "model")]
-    plain = not any(t["lstrip"] or t["rstrip"] or " " in t["content"] for t in parts["added_tokens"])
+    plain = not any(
+        t["lstrip"] or t["rstrip"] or " " in t["content"] for t in parts["added_tokens"]
+    )
     return plain and kinds == ["BertNormalizer", "BertPreTokenizer", "WordPiece"]
 
 
@@ -121,16 +140,22 @@ def _encode(backend, texts: list[str]) -> Pieces:
     ids, offsets = [], []
     for first in range(0, len(texts), TEXTS_PER_CALL):
         part = texts[first : first + TEXTS_PER_CALL]
-        for text, encoding in zip(part, backend.encode_batch(part, add_special_tokens=False), strict=True):
+        for text, encoding in zip(
+            part, backend.encode_batch(part, add_special_tokens=False), strict=True
+        ):
             ids.append(np.array(encoding.ids, np.int32))
-            offsets.append(_without_blank(text, np.array(encoding.offsets, np.int32).reshape(-1, 2)))
+            offsets.append(
+                _without_blank(text, np.array(encoding.offsets, np.int32).reshape(-1, 2))
+            )
     return Pieces(np.concatenate(ids), np.cumsum([0, *map(len, ids)]), np.concatenate(offsets))
 
 
 def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:
     """Offsets [tokens, 2] without the blank that a token begins with, and no answer should: RoBERTa's tokenizer leaves
     it out itself, and ModernBERT's does not."""
-    coded = f"{text}.".encode("utf-32-le", "surrogatepass")  # with a character after its end, where a token may begin
+    coded = f"{text}.".encode(
+        "utf-32-le", "surrogatepass"
+    )  # with a character after its end, where a token may begin
     characters = np.frombuffer(coded, np.uint32)
     begins, ends = offsets.T
     blank = (ends - begins > 1) & (characters[begins] == ord(" "))
@@ -158,9 +183,13 @@ def build_tokenizer(source: str | Path):
     if source == "tiny":
         return BertTokenizer(vocab={word: index for index, word in enumerate(vocabulary())})
     try:
-        found = AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=Path(source).is_dir())
+        found = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=False, local_files_only=Path(source).is_dir()
+        )
         found("a word")  # some of what is in its files is only looked at when it is used
-        if len(found) <= len(found.all_special_ids):  # what transformers makes of a folder without one
+        if len(found) <= len(
+            found.all_special_ids
+        ):  # what transformers makes of a folder without one
             raise ValueError("it has no words; tokenizer.json or vocab.txt is missing")
         return found
     except Exception as error:  # whatever the libraries make of a damaged folder

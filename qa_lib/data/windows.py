@@ -43,17 +43,25 @@ class Samples:
     """
 
     tokens: np.ndarray  # int32 [T]: token ids; window i is tokens[starts[i] : starts[i + 1]]
-    offsets: np.ndarray  # int32 [T, 2]: each token's first character in question or context, and one past its last
+    offsets: (
+        np.ndarray
+    )  # int32 [T, 2]: each token's first character in question or context, and one past its last
     starts: np.ndarray  # int64 [n + 1]
     example: np.ndarray  # int32 [n]: index into the source's examples, ascending
-    context: np.ndarray  # int64 [n, 2]: position of the first token of the context, and one past its last
-    start_positions: np.ndarray  # int64 [n]: first and last token of the first gold answer; 0 and 0 where there is
+    context: (
+        np.ndarray
+    )  # int64 [n, 2]: position of the first token of the context, and one past its last
+    start_positions: (
+        np.ndarray
+    )  # int64 [n]: first and last token of the first gold answer; 0 and 0 where there is
     end_positions: np.ndarray  # int64 [n]: none, or none wholly inside the window
     max_length: int
     pad_token: int
     segments: bool  # whether token types go with the windows: 0 up to the context, and 1 from there
     n_examples: int
-    examples_sha256: str  # of the source's question ids in order: what `decode` checks its examples against
+    examples_sha256: (
+        str  # of the source's question ids in order: what `decode` checks its examples against
+    )
 
     def __len__(self) -> int:
         return len(self.example)
@@ -63,7 +71,9 @@ class Samples:
         """int64 [n]: tokens of each window, special tokens included."""
         return np.diff(self.starts)
 
-    def characters(self, rows: np.ndarray, first: np.ndarray, last: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def characters(
+        self, rows: np.ndarray, first: np.ndarray, last: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
         """First character, and one past the last, of the context text between two token positions, per window.
 
         `rows` int [k] are windows, `first` and `last` int [k] context positions in them; both results int32 [k].
@@ -85,11 +95,17 @@ class Samples:
         position = np.arange(pad_to)
         real = position < lengths[:, None]
         # Past the window's end the index stays on its first token, which exists; the mask then replaces what it reads.
-        ids = np.where(real, self.tokens[first[:, None] + position * real], np.int64(self.pad_token))
+        ids = np.where(
+            real, self.tokens[first[:, None] + position * real], np.int64(self.pad_token)
+        )
         batch = {"input_ids": ids, "attention_mask": real.astype(np.int64)}
         if self.segments:
-            batch["token_type_ids"] = (real & (position >= self.context[indices, :1])).astype(np.int64)
-        return batch | {name: getattr(self, name)[indices] for name in ("start_positions", "end_positions")}
+            batch["token_type_ids"] = (real & (position >= self.context[indices, :1])).astype(
+                np.int64
+            )
+        return batch | {
+            name: getattr(self, name)[indices] for name in ("start_positions", "end_positions")
+        }
 
 
 def examples_sha256(examples: list[Example]) -> str:
@@ -117,15 +133,25 @@ def build_samples(
         raise UserError(f"max_length {max_length} with stride {stride}: {needed}")
     if cache is False:
         return _build(source, backend, layout, max_length, stride)
-    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.fix_spans, source.labelled]
+    parts = [
+        CACHE_VERSION,
+        tokenizers.__version__,
+        source.sha256,
+        source.fix_spans,
+        source.labelled,
+    ]
     parts += [asdict(layout), max_length, stride, backend.to_str()]
-    return cached(parts, Samples, lambda: _build(source, backend, layout, max_length, stride), cache)
+    return cached(
+        parts, Samples, lambda: _build(source, backend, layout, max_length, stride), cache
+    )
 
 
 def _build(source: Source, backend, layout: Layout, max_length: int, stride: int) -> Samples:
     examples = source.examples
     # The reference script strips blanks in front of questions: some are so long that they alone would fill a window.
-    texts, which = distinct(chain((e.question.lstrip() for e in examples), (e.context for e in examples)))
+    texts, which = distinct(
+        chain((e.question.lstrip() for e in examples), (e.context for e in examples))
+    )
     pieces = tokenize(backend, texts)
     question, context = which[: len(examples)], which[len(examples) :]
     lengths = np.diff(pieces.starts)
@@ -163,7 +189,9 @@ def _refuse_cramped(source: Source, question, context, room, max_length: int, st
         )
 
 
-def _windows(pieces: Pieces, layout: Layout, question, context, room, stride: int) -> Iterator[Window]:
+def _windows(
+    pieces: Pieces, layout: Layout, question, context, room, stride: int
+) -> Iterator[Window]:
     """The windows out of what each text was tokenized to.
 
     `question` and `context` are the texts of each example, `room` is how many tokens of the context a window of it
@@ -176,7 +204,9 @@ def _windows(pieces: Pieces, layout: Layout, question, context, room, stride: in
     def cut(begin: int, end: int) -> tuple[np.ndarray, np.ndarray]:
         return pieces.ids[begin:end], pieces.offsets[begin:end]
 
-    for number, (q, c, most) in enumerate(zip(question.tolist(), context.tolist(), room.tolist(), strict=True)):
+    for number, (q, c, most) in enumerate(
+        zip(question.tolist(), context.tolist(), room.tolist(), strict=True)
+    ):
         asked, begin, stop = cut(starts[q], starts[q + 1]), starts[c], starts[c + 1]
         while True:
             end = min(begin + most, stop)
@@ -186,7 +216,9 @@ def _windows(pieces: Pieces, layout: Layout, question, context, room, stride: in
             begin = end - stride
 
 
-def _answer_positions(examples: list[Example], offsets, starts, example, context_span) -> np.ndarray:
+def _answer_positions(
+    examples: list[Example], offsets, starts, example, context_span
+) -> np.ndarray:
     """Start and end position in every window, int64 [2, n]; 0 where the first gold answer is not wholly inside.
 
     The start is the last token of the context that begins no later than the answer, the end the first that ends no
@@ -201,8 +233,12 @@ def _answer_positions(examples: list[Example], offsets, starts, example, context
     for i in np.flatnonzero((finish > begin) & (stop > first)):
         begins, ends = offsets[starts[i] + first[i] : starts[i] + stop[i]].T
         if begins[0] <= begin[i] and ends[-1] >= finish[i]:
-            positions[0, i] = first[i] + np.searchsorted(np.maximum.accumulate(begins), begin[i], "right") - 1
-            positions[1, i] = first[i] + np.searchsorted(np.minimum.accumulate(ends[::-1])[::-1], finish[i], "left")
+            positions[0, i] = (
+                first[i] + np.searchsorted(np.maximum.accumulate(begins), begin[i], "right") - 1
+            )
+            positions[1, i] = first[i] + np.searchsorted(
+                np.minimum.accumulate(ends[::-1])[::-1], finish[i], "left"
+            )
     return positions
 
 
@@ -214,7 +250,9 @@ def default_cache() -> Path:
 def cached(parts: list, kind: type, make: Callable, cache: str | os.PathLike | None = None):
     """What `make` gives, an object with arrays and values that JSON takes, as it is read from the folder `cache`, or
     else default_cache(). `parts` are all that it is made of; JSON takes them. `kind` makes it of its values by name."""
-    folder = Path(cache or default_cache(), hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32])
+    folder = Path(
+        cache or default_cache(), hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+    )
     return _load(folder, kind) or _store(folder, kind, make())
 
 
@@ -227,8 +265,15 @@ def _load(folder: Path, kind: type):
         if meta.pop("sha256") != _digest(folder, meta):
             raise ValueError("it does not hold what was stored")
         # As plain arrays over the mapping: indexing np.memmap itself costs several times as much.
-        return kind(**{path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")}, **meta)
-    except Exception as error:  # NumPy has many for a file that it cannot read, and all mean the same
+        return kind(
+            **{
+                path.stem: np.asarray(np.load(path, mmap_mode="r")) for path in folder.glob("*.npy")
+            },
+            **meta,
+        )
+    except (
+        Exception
+    ) as error:  # NumPy has many for a file that it cannot read, and all mean the same
         log.warning("%s: damaged, made anew (%s)", folder, error)
         return None
 
@@ -236,7 +281,9 @@ def _load(folder: Path, kind: type):
 def _digest(folder: Path, meta: dict) -> str:
     """SHA-256 (hex) of a cache entry: its key, its arrays' files, and what JSON holds beside them."""
     files = hash_files(sorted(folder.glob("*.npy")))
-    return hashlib.sha256(json.dumps([folder.name, files, meta], sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(
+        json.dumps([folder.name, files, meta], sort_keys=True).encode()
+    ).hexdigest()
 
 
 def _store(folder: Path, kind: type, made):

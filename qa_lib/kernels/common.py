@@ -31,7 +31,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 try:
     import triton.language as tl
     from triton import jit
-except ImportError:  # it comes with PyTorch's CUDA builds alone; elsewhere kernels are defined, and never launched
+except (
+    ImportError
+):  # it comes with PyTorch's CUDA builds alone; elsewhere kernels are defined, and never launched
     tl = SimpleNamespace(constexpr=lambda value: value)
 
     def jit(function=None, **_):
@@ -43,7 +45,9 @@ DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 _threads = ThreadPoolExecutor(4, "precompile")
 _lock = threading.Lock()
 _compiling: dict[tuple, Future] = {}
-_cache_hits: list[bool] = []  # of each kernel that was compiled, whether an earlier process had compiled it
+_cache_hits: list[
+    bool
+] = []  # of each kernel that was compiled, whether an earlier process had compiled it
 
 
 def custom_op(name: str) -> Callable:
@@ -66,7 +70,12 @@ def is_fake(tensor: torch.Tensor) -> bool:
 def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
     """Launch a Triton kernel, like `kernel[grid](*arguments, **options)`; among fake tensors, compile it soon. Tuples
     of tensors are allowed."""
-    tensor = next(t for a in arguments for t in (a if isinstance(a, tuple) else [a]) if isinstance(t, torch.Tensor))
+    tensor = next(
+        t
+        for a in arguments
+        for t in (a if isinstance(a, tuple) else [a])
+        if isinstance(t, torch.Tensor)
+    )
     if is_fake(tensor):
         likes = tuple(tuple(map(_like, a)) if isinstance(a, tuple) else _like(a) for a in arguments)
         key = (id(kernel), likes, *options.items())
@@ -103,7 +112,10 @@ def _warmup(kernel, likes: tuple, options: dict):
     from triton.runtime.jit import MockTensor
 
     knobs.compilation.listener = lambda *, cache_hit, **_: _cache_hits.append(cache_hit)
-    mocks = [tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like for like in likes]
+    mocks = [
+        tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like
+        for like in likes
+    ]
     return kernel.warmup(*mocks, grid=(1,), **options)
 
 
@@ -126,8 +138,13 @@ def threshold_of(p: float) -> int:
 def hash_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
     """Dropout with rate `p` of a tensor of fewer than 2^31 elements."""
     if x.is_cuda and not torch.compiler.is_compiling():
-        return _HashDropout.apply(x, seed, p)  # one kernel, where the compiler would make one of what follows
-    bits = hash32(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed) & 0x7FFFFFFF
+        return _HashDropout.apply(
+            x, seed, p
+        )  # one kernel, where the compiler would make one of what follows
+    bits = (
+        hash32(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed)
+        & 0x7FFFFFFF
+    )
     return torch.where(bits >= threshold_of(p), x * (1 / (1 - p)), 0.0)
 
 
@@ -137,7 +154,17 @@ class _HashDropout(torch.autograd.Function):
         ctx.save_for_backward(seed)
         ctx.p, y = p, torch.empty_like(x, memory_format=torch.contiguous_format)
         grid = (-(-x.numel() // DROPOUT["ELEMENTS"]),)
-        launch(dropout_kernel, grid, x.contiguous(), y, seed, x.numel(), threshold_of(p), 1 / (1 - p), **DROPOUT)
+        launch(
+            dropout_kernel,
+            grid,
+            x.contiguous(),
+            y,
+            seed,
+            x.numel(),
+            threshold_of(p),
+            1 / (1 - p),
+            **DROPOUT,
+        )
         return y
 
     @staticmethod
@@ -177,12 +204,16 @@ def sum_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 @jit
-def sum_partials_kernel(partials, total, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_partials_kernel(
+    partials, total, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Of COLUMNS columns of `partials` [programs, WIDTH], over ROWS rows at a time: the `total` [WIDTH]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
     found = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, programs, ROWS):
         program = first + tl.arange(0, ROWS)[:, None]
-        found += tl.load(partials + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0)
+        found += tl.load(
+            partials + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0
+        )
     tl.store(total + column, tl.sum(found, 0).to(total.dtype.element_ty), mask=in_width)

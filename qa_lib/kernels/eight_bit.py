@@ -19,7 +19,10 @@ import torch
 from qa_lib.kernels.common import jit, tl
 
 BLOCK = 1024  # elements that share a scale
-MEAN_CUT, ROOT_CUT = 20, 19  # of fp32's bits so many are cut off: what stays is sign, exponent and 3 or 4 of mantissa
+MEAN_CUT, ROOT_CUT = (
+    20,
+    19,
+)  # of fp32's bits so many are cut off: what stays is sign, exponent and 3 or 4 of mantissa
 EXPONENT = 112  # fp32's exponent of code 0, so that the largest code's is that of 1
 
 

@@ -22,7 +22,10 @@ from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
 # much as the GEMM saves. Layer norm and GELU keep activations within ±28, weights stay within ±7; gradients of a
 # mean loss get what GradScaler gives them in fp16, whose exponents e5m2 has.
 ACTIVATION, WEIGHT, GRADIENT = 2.0**4, 2.0**6, 2.0**16
-E4M3_MAX, E5M2_MAX = 448.0, 57344.0  # beyond which a value saturates, since the formats make it NaN or infinite
+E4M3_MAX, E5M2_MAX = (
+    448.0,
+    57344.0,
+)  # beyond which a value saturates, since the formats make it NaN or infinite
 TILE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
@@ -90,7 +93,11 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
     """ELEMENTS of a contiguous tensor of `size`, as _in_8_bits has them."""
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * FACTOR
-    tl.store(x8 + at, tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(x8.dtype.element_ty), mask=at < size)
+    tl.store(
+        x8 + at,
+        tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(x8.dtype.element_ty),
+        mask=at < size,
+    )
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,13 +117,31 @@ def _weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     weight8 = weight.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
     across8 = weight.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
     grid = (-(-rows // TILE["SIZE"]), -(-columns // TILE["SIZE"]))
-    launch(weight_in_e4m3_kernel, grid, weight, weight8, across8, rows, columns, FACTOR=WEIGHT, MAX=E4M3_MAX, **TILE)
+    launch(
+        weight_in_e4m3_kernel,
+        grid,
+        weight,
+        weight8,
+        across8,
+        rows,
+        columns,
+        FACTOR=WEIGHT,
+        MAX=E4M3_MAX,
+        **TILE,
+    )
     return weight8, across8
 
 
 @jit
 def weight_in_e4m3_kernel(
-    weight, weight8, across8, rows, columns, FACTOR: tl.constexpr, MAX: tl.constexpr, SIZE: tl.constexpr
+    weight,
+    weight8,
+    across8,
+    rows,
+    columns,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
     """One tile, SIZE by SIZE, of the contiguous `weight` [rows, columns]."""
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
@@ -128,12 +153,21 @@ def weight_in_e4m3_kernel(
     tl.store(across8 + column * rows + row, value, mask=inside)
 
 
-def scaled_mm(a, b, scale: float, bias: torch.Tensor | None = None, factor: torch.Tensor | None = None, fast=True):
+def scaled_mm(
+    a,
+    b,
+    scale: float,
+    bias: torch.Tensor | None = None,
+    factor: torch.Tensor | None = None,
+    fast=True,
+):
     """a b / scale + bias in bf16, for a [m, k] and b [k, n] in 8-bit floats, b transposed in memory; the product times
     a `factor`, fp32 on the device, if there is one. Where it is not `fast`, partial sums are added up in fp32."""
     factor = _scalar(1.0, a) if factor is None else factor
     inverse = _scalar(1 / scale, a)
-    return torch._scaled_mm(a, b, factor, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast)
+    return torch._scaled_mm(
+        a, b, factor, inverse, bias=bias, out_dtype=torch.bfloat16, use_fast_accum=fast
+    )
 
 
 def _scalar(value: float, like: torch.Tensor) -> torch.Tensor:

@@ -27,7 +27,16 @@ of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and n
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import custom_op, hash_dropout, jit, keep_mask, launch, sum_partials, threshold_of, tl
+from qa_lib.kernels.common import (
+    custom_op,
+    hash_dropout,
+    jit,
+    keep_mask,
+    launch,
+    sum_partials,
+    threshold_of,
+    tl,
+)
 
 PROGRAMS = 528  # backward: four for each multiprocessor of an H200
 # Rows that a program has at a time, how far ahead of its arithmetic it reads, and threads.
@@ -55,11 +64,15 @@ class _BothWays(torch.autograd.Function):
     def forward(ctx, *inputs):
         output, *rest = _norm(*inputs)
         _setup_context(ctx, (*inputs, False), (output, *rest))
-        return output, output.new_empty(0).set_(output)  # no view, which autograd would look through
+        return output, output.new_empty(0).set_(
+            output
+        )  # no view, which autograd would look through
 
     @staticmethod
     def backward(ctx, grad, other):
-        return *(_gradients(ctx, other, None) if grad is None else _gradients(ctx, grad, other)), *(None,) * 3
+        return *(_gradients(ctx, other, None) if grad is None else _gradients(ctx, grad, other)), *(
+            None,
+        ) * 3
 
 
 def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
@@ -87,7 +100,10 @@ def _norm(
     normed, which is empty unless the caller `keeps` it."""
     *_, width = x.shape
     rows = x.numel() // width
-    output, statistics = residual.new_empty(residual.shape), x.new_empty(2, rows, dtype=torch.float32)
+    output, statistics = (
+        residual.new_empty(residual.shape),
+        x.new_empty(2, rows, dtype=torch.float32),
+    )
     total = residual.new_empty(residual.shape if keeps else 0)
     launch(
         norm_forward_kernel, (-(-rows // FORWARD["ROWS"]),), x.contiguous(), bias, residual.contiguous(), gamma, beta,
@@ -107,7 +123,10 @@ def _norm_backward(
     normed, and `other` its gradient."""
     *_, width = residual.shape
     rows = residual.numel() // width
-    x_grad, residual_grad = residual.new_empty(residual.shape, dtype=dtype), residual.new_empty(residual.shape)
+    x_grad, residual_grad = (
+        residual.new_empty(residual.shape, dtype=dtype),
+        residual.new_empty(residual.shape),
+    )
     partials = residual.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     launch(
         norm_backward_kernel, (len(partials),), grad.contiguous(), None if other is None else other.contiguous(),
@@ -133,7 +152,9 @@ def _backward(ctx, grad, _, total_grad):
 
 
 def _gradients(ctx, grad, other):
-    x_grad, residual_grad, weights_grad = _norm_backward(grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype)
+    x_grad, residual_grad, weights_grad = _norm_backward(
+        grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype
+    )
     bias_grad, gamma_grad, beta_grad = weights_grad
     return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad
 
@@ -165,7 +186,9 @@ def norm_forward_kernel(
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
     if DROPS:
-        x = tl.where(keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold), x * keeps, 0.0)
+        x = tl.where(
+            keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold), x * keeps, 0.0
+        )
     x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if KEEPS:
         rounded = x.to(total.dtype.element_ty)

@@ -75,8 +75,14 @@ class _Fp8FeedForward(torch.autograd.Function):
         (up8, up_across8), (down8, down_across8) = fp8.weight_in_e4m3(up), fp8.weight_in_e4m3(down)
         inner = fp8.scaled_mm(fp8.in_e4m3(rows, ACTIVATION), up8.t(), ACTIVATION * WEIGHT)
         ctx.save_for_backward(rows, inner, bias, up_across8, down_across8)
-        ctx.tanh, ctx.has_last, ctx.across = tanh, last is not None, [not w.is_contiguous() for w in (up, down)]
-        y = fp8.scaled_mm(_forward(inner, bias, ACTIVATION, tanh), down8.t(), ACTIVATION * WEIGHT, last)
+        ctx.tanh, ctx.has_last, ctx.across = (
+            tanh,
+            last is not None,
+            [not w.is_contiguous() for w in (up, down)],
+        )
+        y = fp8.scaled_mm(
+            _forward(inner, bias, ACTIVATION, tanh), down8.t(), ACTIVATION * WEIGHT, last
+        )
         return y.view(*x.shape[:-1], -1)
 
     @staticmethod
@@ -84,7 +90,9 @@ class _Fp8FeedForward(torch.autograd.Function):
         rows, inner, bias, up_across8, down_across8 = ctx.saved_tensors
         flat = grad.reshape(-1, grad.shape[-1])
         gelu_grad = fp8.scaled_mm(fp8.in_e5m2(flat, GRADIENT), down_across8.t(), GRADIENT * WEIGHT)
-        inner_grad, bias_grad, inner_grad8, output = _backward(gelu_grad, inner, bias, GRADIENT, ctx.tanh)
+        inner_grad, bias_grad, inner_grad8, output = _backward(
+            gelu_grad, inner, bias, GRADIENT, ctx.tanh
+        )
         x_grad = fp8.scaled_mm(inner_grad8, up_across8.t(), GRADIENT * WEIGHT)
         up_grad, down_grad = map(fp8.weight_grad, (inner_grad, flat), (rows, output), ctx.across)
         last_grad = flat.sum(0) if ctx.has_last else None
@@ -113,7 +121,11 @@ def reference(grad, x, bias, tanh=False):
     biased = _wide(x) + bias
     cdf, slope = _cdf(biased, tanh)
     x_grad = grad * cdf * (1 + biased * (1 - cdf) * slope)
-    return x_grad.to(x.dtype), x_grad.flatten(0, -2).sum(0).to(bias.dtype), (biased * cdf).to(x.dtype)
+    return (
+        x_grad.to(x.dtype),
+        x_grad.flatten(0, -2).sum(0).to(bias.dtype),
+        (biased * cdf).to(x.dtype),
+    )
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -130,7 +142,9 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @custom_op("qa_lib::gelu_forward")
-def _gelu_forward(x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False) -> torch.Tensor:
+def _gelu_forward(
+    x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
+) -> torch.Tensor:
     """As _forward, by the kernel."""
     y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn if factor else x.dtype)
     launch(
@@ -172,7 +186,9 @@ def gelu_forward_kernel(
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + at % WIDTH, mask=inside, other=0.0).to(tl.float32)
     square = tl.minimum(x * x, LAST)
-    value = (x * tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))).to(gemm_out.dtype.element_ty)
+    value = (x * tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))).to(
+        gemm_out.dtype.element_ty
+    )
     if FACTOR != 0.0:
         value = tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
     tl.store(output + at, value.to(output.dtype.element_ty), mask=inside)

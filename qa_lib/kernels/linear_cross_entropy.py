@@ -61,28 +61,57 @@ def _loss(
     hidden is given in e4m3, too."""
     tokens, words, in_fp8 = len(hidden), len(weight), hidden8 is not None
     options = {"WORDS": words, "IGNORED": IGNORED, "FACTOR": FACTOR if in_fp8 else 0.0, **ROW}
-    total, losses = hidden.new_empty((), dtype=torch.float32), hidden.new_empty(tokens, dtype=torch.float32)
+    total, losses = (
+        hidden.new_empty((), dtype=torch.float32),
+        hidden.new_empty(tokens, dtype=torch.float32),
+    )
     hidden_grad = torch.empty_like(hidden)
     grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2) if in_fp8 else None
     if is_fake(hidden):  # there is nothing to multiply, and the kernel is compiled
-        launch(loss_kernel, (1,), hidden.new_empty(PART, words), grads8, targets, total, losses, **options)
+        launch(
+            loss_kernel,
+            (1,),
+            hidden.new_empty(PART, words),
+            grads8,
+            targets,
+            total,
+            losses,
+            **options,
+        )
         return total, hidden_grad, torch.empty_like(weight)
     scale = 1 / (targets != IGNORED).sum().float()
     weight8, across8 = weight_in_e4m3(weight) if in_fp8 else (None, None)
     weight_grad = None
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
-        logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT) if in_fp8 else hidden[part] @ weight.T
-        launch(loss_kernel, (len(logits),), logits, grads8, targets[part], scale, losses[part], **options)
+        logits = (
+            scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT)
+            if in_fp8
+            else hidden[part] @ weight.T
+        )
+        launch(
+            loss_kernel,
+            (len(logits),),
+            logits,
+            grads8,
+            targets[part],
+            scale,
+            losses[part],
+            **options,
+        )
         if in_fp8:
-            hidden_grad[part] = scaled_mm(grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, factor=scale, fast=False)
+            hidden_grad[part] = scaled_mm(
+                grads8[: len(logits)], across8.t(), FACTOR * WEIGHT, factor=scale, fast=False
+            )
         else:
             torch.mm(logits, weight, out=hidden_grad[part])
         if weight_grad is None:
             sums = torch.float32 if tokens > PART else weight.dtype
             weight_grad = torch.mm(logits.T, hidden[part], out_dtype=sums)
         else:
-            torch.addmm(weight_grad, logits.T, hidden[part], out_dtype=torch.float32, out=weight_grad)
+            torch.addmm(
+                weight_grad, logits.T, hidden[part], out_dtype=torch.float32, out=weight_grad
+            )
         del logits  # before the next part's are there
     return losses.sum() * scale, hidden_grad, weight_grad.to(weight.dtype)
 
@@ -120,10 +149,15 @@ def loss_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     for begin in range(0, WORDS, 4 * BLOCK):
         x0, x1 = _read(logits, begin + lane, WORDS), _read(logits, begin + BLOCK + lane, WORDS)
-        x2, x3 = _read(logits, begin + 2 * BLOCK + lane, WORDS), _read(logits, begin + 3 * BLOCK + lane, WORDS)
+        x2, x3 = (
+            _read(logits, begin + 2 * BLOCK + lane, WORDS),
+            _read(logits, begin + 3 * BLOCK + lane, WORDS),
+        )
         higher = tl.maximum(most, tl.maximum(tl.maximum(x0, x1), tl.maximum(x2, x3)))
         at = higher * log2e
-        total = total * tl.exp2(most * log2e - at) + tl.exp2(x0 * log2e - at) + tl.exp2(x1 * log2e - at)
+        total = (
+            total * tl.exp2(most * log2e - at) + tl.exp2(x0 * log2e - at) + tl.exp2(x1 * log2e - at)
+        )
         total += tl.exp2(x2 * log2e - at) + tl.exp2(x3 * log2e - at)
         most = higher
     highest = tl.max(most, 0)
@@ -132,12 +166,19 @@ def loss_kernel(
     factor, factor8 = tl.where(counts, tl.load(scale), 0.0), tl.where(counts, FACTOR, 0.0)
     for begin in range(0, WORDS, BLOCK):
         word = begin + lane
-        x = tl.load(logits + word, mask=word < WORDS, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        x = tl.load(logits + word, mask=word < WORDS, other=0.0, eviction_policy="evict_first").to(
+            tl.float32
+        )
         grad = tl.exp2(x * log2e - logsum)
         if (target >= begin) & (target < begin + BLOCK):
             grad -= tl.where(word == target, 1.0, 0.0)
         at = logits + word
-        tl.store(at, (grad * factor).to(at.dtype.element_ty), mask=word < WORDS, eviction_policy="evict_first")
+        tl.store(
+            at,
+            (grad * factor).to(at.dtype.element_ty),
+            mask=word < WORDS,
+            eviction_policy="evict_first",
+        )
         if FACTOR != 0.0:
             at = grads8 + begin_of_row + word
             grad = (grad * factor8).to(at.dtype.element_ty)
@@ -147,4 +188,6 @@ def loss_kernel(
 @jit
 def _read(logits, word, WORDS: tl.constexpr):
     """Logits that are wanted again, in fp32."""
-    return tl.load(logits + word, mask=word < WORDS, other=-float("inf"), eviction_policy="evict_last").to(tl.float32)
+    return tl.load(
+        logits + word, mask=word < WORDS, other=-float("inf"), eviction_policy="evict_last"
+    ).to(tl.float32)

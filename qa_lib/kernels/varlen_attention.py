@@ -91,7 +91,9 @@ def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
 def _dropout_mask(place, heads, seed, dropout):
     """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
     pair, second = place // 16 * 8 + place % 8, place // 8 % 2
-    tokens = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(heads, -1)
+    tokens = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(
+        heads, -1
+    )
     seeds = query_seed(tokens - place + pair, seed)
     bits = hash32(pair, seeds[..., None])
     byte = bits >> (24 - 16 * second[:, None] - 8 * second) & 255
@@ -122,7 +124,10 @@ def _attention(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """The output, and for each head and query the logarithm to base 2 of the sum of its exponentials."""
     tokens, _, heads, width = qkv.shape
-    output, logsumexp = qkv.new_empty(tokens, heads, width), qkv.new_empty(heads, tokens, dtype=torch.float32)
+    output, logsumexp = (
+        qkv.new_empty(tokens, heads, width),
+        qkv.new_empty(heads, tokens, dtype=torch.float32),
+    )
     options = CAUSAL_FORWARD if causal else FORWARD
     launch(
         varlen_attention_forward, (-(-longest // options["QUERIES"]), heads, len(cu_seqlens) - 1), qkv.contiguous(),
@@ -141,10 +146,22 @@ def _attention_backward(
     tokens, _, heads, width = qkv.shape
     blocks, segments = -(-longest // BACKWARD["BLOCK"]), len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
-    partials = qkv.new_empty(segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32)
+    partials = qkv.new_empty(
+        segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
+    )
     grad, delta = grad.contiguous(), torch.empty_like(logsumexp)
     grid = (-(-tokens // DELTA["TOKENS"]), heads)
-    launch(delta_kernel, grid, grad, output.contiguous(), delta, tokens, HEADS=heads, WIDTH=width, **DELTA)
+    launch(
+        delta_kernel,
+        grid,
+        grad,
+        output.contiguous(),
+        delta,
+        tokens,
+        HEADS=heads,
+        WIDTH=width,
+        **DELTA,
+    )
     launch(
         varlen_attention_backward, (blocks, heads, segments), grad, qkv.contiguous(), delta, logsumexp,
         cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
@@ -162,7 +179,9 @@ def _setup_context(ctx, inputs, output):
 def _backward(ctx, grad, _):
     qkv, bias, output, logsumexp, cu_seqlens, seed = ctx.saved_tensors
     needed = ctx.needs_input_grad[1]
-    grads = _attention_backward(grad, qkv, bias if needed else None, output, logsumexp, cu_seqlens, seed, *ctx.options)
+    grads = _attention_backward(
+        grad, qkv, bias if needed else None, output, logsumexp, cu_seqlens, seed, *ctx.options
+    )
     return grads[0], grads[1] if needed else None, *(None,) * 6
 
 
@@ -177,7 +196,9 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 @jit
-def delta_kernel(grad, output, delta, tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr):
+def delta_kernel(
+    grad, output, delta, tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
+):
     """Of TOKENS tokens of one head: rowsum(dO * O). Its grid is (parts of the tokens, heads)."""
     token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
     at = (token[:, None] * HEADS + head) * WIDTH + tl.arange(0, WIDTH)
@@ -190,7 +211,9 @@ def delta_kernel(grad, output, delta, tokens, HEADS: tl.constexpr, WIDTH: tl.con
 @jit
 def query_seed_kernel(pairs, head, tokens, seed):
     """As query_seed, for these pairs of queries."""
-    bits = (head * tokens + pairs).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(tl.uint32, bitcast=True)
+    bits = (head * tokens + pairs).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(
+        tl.uint32, bitcast=True
+    )
     return (bits ^ (bits >> 15)) * 0x846CA68B
 
 
@@ -239,7 +262,9 @@ def varlen_attention_forward(
     number, second = pairs(QUERIES)
     seeds = query_seed_kernel(begin + block * (QUERIES // 2) + number, head, tokens, seed)
     here = qkv + begin * STRIDE + head * WIDTH
-    query = tl.load(here + queries[:, None] * STRIDE + width, mask=queries[:, None] < length, other=0.0)
+    query = tl.load(
+        here + queries[:, None] * STRIDE + width, mask=queries[:, None] < length, other=0.0
+    )
     key_at = here + HEADS * WIDTH + tl.arange(0, KEYS)[:, None] * STRIDE + width
 
     m_i = tl.full([QUERIES], float("-inf"), tl.float32)
@@ -290,7 +315,11 @@ def attend(
         alpha = tl.exp2(m_i - m_next)
         l_i = l_i * alpha + tl.sum(p, 1)
         if DROPS:
-            p = tl.where(dropout_keeps(seeds[:, None], begin // 2 + number[None, :], shift, threshold), p, 0.0)
+            p = tl.where(
+                dropout_keeps(seeds[:, None], begin // 2 + number[None, :], shift, threshold),
+                p,
+                0.0,
+            )
         acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
         m_i = m_next
     return acc, l_i, m_i
@@ -308,7 +337,9 @@ def varlen_attention_backward(
     STRIDE: tl.constexpr = 3 * HEADS * WIDTH
     PART: tl.constexpr = HEADS * WIDTH
     width = tl.arange(0, WIDTH)
-    partials_at = partials + (tl.program_id(2) * tl.num_programs(0) + block) * STRIDE + head * WIDTH + width
+    partials_at = (
+        partials + (tl.program_id(2) * tl.num_programs(0) + block) * STRIDE + head * WIDTH + width
+    )
     if block * BLOCK >= length:
         if SUMS:
             for part in tl.static_range(3):
@@ -397,7 +428,9 @@ def add_queries(
         p_kept = p
         if DROPS:
             seeds = query_seed_kernel(begin + at // 2 + pair, head, tokens, seed)
-            keep = dropout_keeps(seeds[None, :], block * (BLOCK // 2) + key_pair[:, None], shift, threshold)
+            keep = dropout_keeps(
+                seeds[None, :], block * (BLOCK // 2) + key_pair[:, None], shift, threshold
+            )
             p_kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * keeps, 0.0)
         dv = tl.dot(p_kept.to(query.dtype), do, dv, input_precision="ieee")

@@ -35,7 +35,9 @@ def train_device() -> torch.device:
 
 def limit_memory(gib: float) -> None:
     """Let this process allocate so much of the GPU's memory and no more; what exceeds it ends as out of memory."""
-    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory))
+    torch.cuda.set_per_process_memory_fraction(
+        min(1.0, gib * 2**30 / torch.cuda.get_device_properties(0).total_memory)
+    )
 
 
 def restrict_sdpa(sm: int) -> None:
@@ -62,7 +64,9 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
     with contextlib.ExitStack() as held:
         # In one order for all runs: two that each hold what the other waits for would wait for ever.
         for uuid in sorted(str(torch.cuda.get_device_properties(card).uuid) for card in cards):
-            stream = held.enter_context(open(Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock"), "a"))
+            stream = held.enter_context(
+                open(Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock"), "a")
+            )
             try:
                 fcntl.flock(stream, kind | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -86,7 +90,10 @@ def this_machine() -> Machine:
         gpus=gpus,
         sm=sm,
         free_mib=_free_mib() if gpus else 0,
-        **{package: _version(package) is not None for package in ("bitsandbytes", "deepspeed", "torchao")},
+        **{
+            package: _version(package) is not None
+            for package in ("bitsandbytes", "deepspeed", "torchao")
+        },
         compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
     )
 
@@ -106,7 +113,9 @@ def libraries() -> dict[str, str | None]:
 def environment() -> dict:
     """The record's `env`: versions and hardware; null where there is no GPU."""
     gpu = torch.cuda.get_device_properties(0) if torch.cuda.is_available() else None
-    driver = _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split() if gpu else []
+    driver = (
+        _nvidia_smi("--query-gpu=driver_version", "--format=csv,noheader").split() if gpu else []
+    )
     return {
         **libraries(),
         "cuda": torch.version.cuda,
@@ -125,13 +134,18 @@ def interconnect() -> str | None:
     """How the first two GPUs that this process sees are connected, as nvidia-smi names it: NV18 is 18 NVLinks, PIX one
     PCIe switch, SYS the way through both processors. None where it does not say, or sees one GPU alone."""
     # By identity, since nvidia-smi does not follow CUDA_VISIBLE_DEVICES.
-    seen = [f"GPU-{torch.cuda.get_device_properties(card).uuid}" for card in range(min(2, torch.cuda.device_count()))]
+    seen = [
+        f"GPU-{torch.cuda.get_device_properties(card).uuid}"
+        for card in range(min(2, torch.cuda.device_count()))
+    ]
     known = _nvidia_smi("--query-gpu=uuid", "--format=csv,noheader").split()
     if len(seen) < 2 or not set(seen) <= set(known):
         return None
     first, second = map(known.index, seen)
     rows = [line.split() for line in _nvidia_smi("topo", "-m").splitlines()]
-    named = {row[0]: row[1:] for row in rows if "X" in row}  # a row of the table has an X in its own column
+    named = {
+        row[0]: row[1:] for row in rows if "X" in row
+    }  # a row of the table has an X in its own column
     return named[f"GPU{first}"][second] if f"GPU{first}" in named else None
 
 
@@ -143,13 +157,17 @@ def polled_utilization() -> float:
     try:
         return statistics.mean(map(int, said)) / 100
     except ValueError:
-        raise UserError(f"nvidia-smi does not tell the GPUs' utilization (it says {' '.join(said)[:80]!r})") from None
+        raise UserError(
+            f"nvidia-smi does not tell the GPUs' utilization (it says {' '.join(said)[:80]!r})"
+        ) from None
 
 
 def _nvidia_smi(*words: str) -> str:
     """What nvidia-smi prints; nothing where it is not there or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20).stdout
+        return subprocess.run(
+            ["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20
+        ).stdout
     return ""
 
 
@@ -182,7 +200,9 @@ def copy_rate(device: torch.device) -> float:
 def reduce_rate(device: torch.device) -> float:
     """Measured GB/s (10^9 bytes) of averaging gradients over the processes, all of which call this together: the bus
     bandwidth of nccl-tests, 2 (n - 1) / n times the bytes by the time, which does not depend on the number n."""
-    gradients = torch.zeros(2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16)
+    gradients = torch.zeros(
+        2**27 if device.type == "cuda" else 2**20, device=device, dtype=torch.bfloat16
+    )
     seconds = _quickest(lambda: dist.all_reduce(gradients), device)
     return 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
 

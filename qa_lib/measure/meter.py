@@ -10,7 +10,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 
-from qa_lib.model.architectures import encoder_of, layers_of, layers_passed, local_layers, param_counts
+from qa_lib.model.architectures import (
+    encoder_of,
+    layers_of,
+    layers_passed,
+    local_layers,
+    param_counts,
+)
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
@@ -28,13 +34,17 @@ def _nvml(device: torch.device):
 
     pynvml.nvmlInit()
     # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(
+        f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    )
 
 
 def ask_nvml(device: torch.device, question: str):
     """What NVML answers to a `question` about a GPU; None where it does not say."""
     if device.type == "cuda":
-        with contextlib.suppress(Exception):  # the package, the driver, the permission or the counter is missing
+        with contextlib.suppress(
+            Exception
+        ):  # the package, the driver, the permission or the counter is missing
             nvml, handle = _nvml(device)
             return getattr(nvml, question)(handle)
 
@@ -48,7 +58,9 @@ class Hooks:
     @contextlib.contextmanager
     def phase(self, name: str):
         """Around the forward pass, the backward pass, the reduction over processes and the optimizer of each step."""
-        nvtx = torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+        nvtx = (
+            torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
+        )
         with torch.profiler.record_function(name), nvtx:
             yield
 
@@ -100,7 +112,10 @@ class Meter:
         self.data_s = []  # the host's seconds to prepare each step's inputs
         self.joules = []  # of the GPU in each measured stretch; None where its counter did not answer
         self.counter = None  # its counter when the stretch began
-        self.samples, self.polled = [], []  # shares of time in which the GPU was busy; `polled` has one a step
+        self.samples, self.polled = (
+            [],
+            [],
+        )  # shares of time in which the GPU was busy; `polled` has one a step
         self.resume()
 
     def resume(self) -> None:
@@ -113,7 +128,9 @@ class Meter:
         """One optimizer step is done: its samples' lengths, and those of the sequences that were computed (tokens)."""
         self.laps.append(self.clock.lap())
         real, computed = real_lengths.astype(np.int64), computed_lengths.astype(np.int64)
-        self.counts.append((len(real), real.sum(), real @ real, computed.sum(), computed @ computed))
+        self.counts.append(
+            (len(real), real.sum(), real @ real, computed.sum(), computed @ computed)
+        )
         if len(self.counts) == 1:  # it is warm-up, so that waiting for it costs nothing
             if self.device.type == "cuda":
                 torch.cuda.synchronize()
@@ -173,7 +190,10 @@ class Meter:
         computed; both are shares of `matrix_tflops`, the measured matrix rate of a device.
         """
         self.flush()
-        measured, counts = self.times[self.warm_up :], np.array(self.counts[self.warm_up :], dtype=np.float64)
+        measured, counts = (
+            self.times[self.warm_up :],
+            np.array(self.counts[self.warm_up :], dtype=np.float64),
+        )
         if not measured:
             return Speed()
         possible = matrix_tflops * 1e12 * devices
@@ -184,7 +204,8 @@ class Meter:
             tokens_per_s=real,
             pad_fraction=1 - real / computed,
             gemm_utilization=step.flops(real, real_squares) / possible,
-            gemm_utilization_padded=step.flops(computed, computed_squares, recompute=True) / possible,
+            gemm_utilization_padded=step.flops(computed, computed_squares, recompute=True)
+            / possible,
             gemm_tflops_measured=matrix_tflops,
             gpu_busy=statistics.fmean(self.samples) if self.samples else None,
             gpu_busy_polled=statistics.fmean(self.polled[self.warm_up :]) if self.polled else None,
@@ -211,11 +232,19 @@ class StepFlops:
         self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
         encoder = encoder_of(model)
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)
-        self.head, self.head_trains, self.attended = head.numel(), head.requires_grad, 0.5 if encoder.causal else 1.0
+        self.head, self.head_trains, self.attended = (
+            head.numel(),
+            head.requires_grad,
+            0.5 if encoder.causal else 1.0,
+        )
         self.layers, self.hidden = len(layers), model.config.hidden_size
         self.local, self.window = local_layers(model.config)
-        self.passed = layers_passed(model) / self.layers  # share of the layers that gradients pass through
-        self.recomputed = any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
+        self.passed = (
+            layers_passed(model) / self.layers
+        )  # share of the layers that gradients pass through
+        self.recomputed = (
+            any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
+        )
 
     def flops(self, tokens: float, squares: float, recompute: bool = False) -> float:
         """FLOPs for so many tokens in sequences whose squared lengths sum to `squares`; with `recompute`, as
@@ -224,18 +253,24 @@ class StepFlops:
         linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
         head = 2 * tokens * self.head * (2 + self.head_trains)
         squares += self.local * min(0, self.window * tokens - squares)
-        attention = 4 * self.layers * self.hidden * self.attended * squares * (1 + 2 * self.passed + again)
+        attention = (
+            4 * self.layers * self.hidden * self.attended * squares * (1 + 2 * self.passed + again)
+        )
         return linear + head + attention
 
 
-def memory_use(model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> Memory:
+def memory_use(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> Memory:
     """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
     are what the peak holds beside all that persists. What an optimizer updates in memory of its own, as DeepSpeed's
     does, is part of its state.
     """
-    state = [v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)]
+    state = [
+        v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)
+    ]
     weights = {t.untyped_storage().data_ptr() for t in _local(model.parameters())}
     updated = _local(p for group in optimizer.param_groups for p in group["params"])
     state += [t for t in updated if t.untyped_storage().data_ptr() not in weights]

@@ -23,15 +23,36 @@ PHASES = ("forward", "backward", "optimizer")
 STEP = {"ProfilerStep#": "step"}
 # Ranges of train/loop.py; what several processes do between backward pass and update counts as the optimizer's.
 _PHASES_OF_THE_LOOP = {name: name for name in PHASES} | {"reduce": "optimizer"}
-_PHASES_OF_PYTORCH = {"Optimizer.step": "optimizer", "autograd::engine::evaluate_function": "backward"}
-PARTS = ("embeddings", "attention", "feed-forward", "norms and elementwise", "loss", "optimizer", "copies")
+_PHASES_OF_PYTORCH = {
+    "Optimizer.step": "optimizer",
+    "autograd::engine::evaluate_function": "backward",
+}
+PARTS = (
+    "embeddings",
+    "attention",
+    "feed-forward",
+    "norms and elementwise",
+    "loss",
+    "optimizer",
+    "copies",
+)
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 BY_HOST = {"cuda_runtime", "cuda_driver"}
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 _GEMM_OPS = ("mm", "linear", "matmul", "dot")  # in operators' names
 _GEMM_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
-_COPIES = {"aten::copy_", "aten::_to_copy", "aten::to", "aten::clone", "aten::contiguous", "aten::fill_", "aten::zero_"}
-OVERLAP_STEPS = 3  # that `overlap` profiles, after one in which the processes wait for each other's profiler
+_COPIES = {
+    "aten::copy_",
+    "aten::_to_copy",
+    "aten::to",
+    "aten::clone",
+    "aten::contiguous",
+    "aten::fill_",
+    "aten::zero_",
+}
+OVERLAP_STEPS = (
+    3  # that `overlap` profiles, after one in which the processes wait for each other's profiler
+)
 
 
 class Widths(NamedTuple):
@@ -76,7 +97,9 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widt
     if "embedding" in name + caller:
         return "embeddings"
     # What the compiler fused bears the names of GEMMs it follows.
-    gemm = any(word in name for word in _GEMM_KERNELS) or any(word in caller.split("::")[-1] for word in _GEMM_OPS)
+    gemm = any(word in name for word in _GEMM_KERNELS) or any(
+        word in caller.split("::")[-1] for word in _GEMM_OPS
+    )
     if gemm and not name.startswith("triton"):
         if widths.intermediate in found:
             return "feed-forward"
@@ -97,7 +120,9 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
     # Which operators a lookup calls in turn differs between versions of PyTorch.
     lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == "aten::embedding")
     rows = []
-    for begin, ms, name, caller, sizes, launched in _kernels(events, ops) if _on_gpu(events) else _own_times(ops):
+    for begin, ms, name, caller, sizes, launched in (
+        _kernels(events, ops) if _on_gpu(events) else _own_times(ops)
+    ):
         step, at = _inside(steps, launched), _inside(phases, launched)
         if step is None:
             continue
@@ -165,7 +190,9 @@ def _own_times(ops):
 
 def _sizes(op: dict) -> list[tuple[int, ...]]:
     shapes = op.get("args", {}).get("Input Dims", [])
-    return [tuple(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape)]
+    return [
+        tuple(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape)
+    ]
 
 
 def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
@@ -179,7 +206,9 @@ def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
     columns = [replayed.columns.get_loc(name) for name in ("phase", "part")]
     labelled = []
     for _, step in replayed.groupby("step"):
-        matcher = difflib.SequenceMatcher(None, list(step["name"]), list(known["name"]), autojunk=False)
+        matcher = difflib.SequenceMatcher(
+            None, list(step["name"]), list(known["name"]), autojunk=False
+        )
         for mine, theirs, size in matcher.get_matching_blocks():
             step.iloc[mine : mine + size, columns] = known.iloc[theirs : theirs + size, columns]
         labelled.append(step.assign(phase=step["phase"].ffill().fillna("forward")))
@@ -191,7 +220,11 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     (calls by the host, None on a CPU), kernels_per_step, parts {phase: {part: ms}} and the heaviest kernels."""
     steps, gpu = max(1, work["step"].nunique()), _on_gpu(events)
     parts = (work.groupby(["phase", "part"])["ms"].sum() / steps).to_dict()
-    kernels = work.groupby(["name", "phase", "part"])["ms"].agg(["sum", "count"]).sort_values("sum", ascending=False)
+    kernels = (
+        work.groupby(["name", "phase", "part"])["ms"]
+        .agg(["sum", "count"])
+        .sort_values("sum", ascending=False)
+    )
     spans = _spans(events, STEP)
     calls = [e for e in events if e.get("cat") in BY_HOST and e["name"].startswith(_LAUNCHES)]
     launches = sum(_inside(spans, e["ts"]) is not None for e in calls)
@@ -202,9 +235,18 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
         "busy_share": min(1.0, busy / step_ms),
         "launches_per_step": launches / steps if gpu else None,
         "kernels_per_step": len(work) / steps if gpu else None,
-        "parts": {phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))} for phase in PHASES},
+        "parts": {
+            phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))}
+            for phase in PHASES
+        },
         "kernels": [
-            {"name": name[:160], "phase": phase, "part": part, "ms": total / steps, "count": count / steps}
+            {
+                "name": name[:160],
+                "phase": phase,
+                "part": part,
+                "ms": total / steps,
+                "count": count / steps,
+            }
             for (name, phase, part), total, count in kernels.head(25).itertuples()
         ],
     }

@@ -35,10 +35,19 @@ class Encoder:
     attention_output: str = "attention.output.dense"  # the linear layer after it
     linears: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
     activation: str = "intermediate.intermediate_act_fn"  # between those linear layers
-    dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")  # of the hidden states
-    positions_after_padding: bool = False  # positions count from padding's token id + 1, and not from 0
-    adapters: Mapping[str, str] = field(default_factory=dict)  # names in RECIPES -> what is called otherwise here
-    memory_known: bool = True  # whether run/memory_estimate.py knows what a layer keeps for its backward pass
+    dropouts: tuple[str, ...] = (
+        "attention.output.dropout",
+        "output.dropout",
+    )  # of the hidden states
+    positions_after_padding: bool = (
+        False  # positions count from padding's token id + 1, and not from 0
+    )
+    adapters: Mapping[str, str] = field(
+        default_factory=dict
+    )  # names in RECIPES -> what is called otherwise here
+    memory_known: bool = (
+        True  # whether run/memory_estimate.py knows what a layer keeps for its backward pass
+    )
 
 
 # fmt: off
@@ -82,7 +91,11 @@ def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
     """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none for the task."""
     known = OF_TASK[task]
     if not isinstance(model_type, str) or model_type not in known:
-        why = f": {REFUSED[model_type]}" if isinstance(model_type, str) and model_type in REFUSED else ""
+        why = (
+            f": {REFUSED[model_type]}"
+            if isinstance(model_type, str) and model_type in REFUSED
+            else ""
+        )
         knows = f"this lab knows {', '.join(known)} for task {task}"
         raise UserError(f"{source}: a model of type {model_type!r}{why}; {knows}")
     return known[model_type]
@@ -95,7 +108,11 @@ def encoder_of(model) -> Encoder:
 
 def first_position(config) -> int:
     """The position id of a sequence's first token, from a model's configuration."""
-    return config.pad_token_id + 1 if (ENCODERS | DECODERS)[config.model_type].positions_after_padding else 0
+    return (
+        config.pad_token_id + 1
+        if (ENCODERS | DECODERS)[config.model_type].positions_after_padding
+        else 0
+    )
 
 
 def max_positions(config) -> int:
@@ -110,7 +127,9 @@ def layers_of(model) -> list:
 
 def embeddings_of(model) -> list:
     """The modules below the layers."""
-    return [module for name, module in model.named_modules() if name in encoder_of(model).embeddings]
+    return [
+        module for name, module in model.named_modules() if name in encoder_of(model).embeddings
+    ]
 
 
 def heads_of(model) -> list:
@@ -129,7 +148,9 @@ def local_layers(config) -> tuple[float, int]:
 
 def param_counts(model) -> dict:
     """How many weights each parameter of a model holds: its elements, unless its layer packs them otherwise."""
-    return {parameter: getattr(parameter, "held", parameter.numel()) for parameter in model.parameters()}
+    return {
+        parameter: getattr(parameter, "held", parameter.numel()) for parameter in model.parameters()
+    }
 
 
 def trains(module) -> bool:
@@ -141,4 +162,6 @@ def layers_passed(model) -> int:
     layers = layers_of(model)
     if any(map(trains, embeddings_of(model))):
         return len(layers)
-    return max((len(layers) - number for number, layer in enumerate(layers) if trains(layer)), default=0)
+    return max(
+        (len(layers) - number for number, layer in enumerate(layers) if trains(layer)), default=0
+    )

@@ -42,10 +42,14 @@ from qa_lib.model.fused_blocks import HashDropout
 class Segments(NamedTuple):
     """Where the samples of a packed sequence lie."""
 
-    cu_seqlens: torch.Tensor  # int32 [segments + 1]: where each segment begins and the last one ends
+    cu_seqlens: (
+        torch.Tensor
+    )  # int32 [segments + 1]: where each segment begins and the last one ends
     # At most so many tokens in each, the same for every packed sequence of a run; with a bias, exactly so many.
     limits: list[int]
-    bias: torch.Tensor | None = None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
+    bias: torch.Tensor | None = (
+        None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
+    )
 
 
 def flash(query, key, value, segments, dropout, scale, window=None):
@@ -121,7 +125,12 @@ def _efficient(qkv, bias, limits, dropout, scale):
     ]  # fmt: skip
     outputs, logsumexps, seeds, offsets = zip(*calls, strict=True)
     output = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in outputs])
-    return output, torch.cat([t.flatten() for t in logsumexps]), torch.stack(seeds), torch.stack(offsets)
+    return (
+        output,
+        torch.cat([t.flatten() for t in logsumexps]),
+        torch.stack(seeds),
+        torch.stack(offsets),
+    )
 
 
 @_efficient.register_fake
@@ -143,13 +152,17 @@ def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limi
     bias, heads, qkv_grad = bias.to(qkv.dtype), qkv.shape[2], qkv.new_empty(qkv.shape)
     grad, runs = grad.contiguous(), _equal_limits(limits)
     sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
-    for (part, shape), sums, seed, offset in zip(runs, logsumexp.split(sizes), seeds, offsets, strict=True):
+    for (part, shape), sums, seed, offset in zip(
+        runs, logsumexp.split(sizes), seeds, offsets, strict=True
+    ):
         grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             *(_heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))), _scores(bias[part], shape, heads),
             _heads_first(output[part], shape), sums.view(shape[0], heads, -1), seed, offset, dropout,
             [True, True, True, False], scale=scale,
         )[:3]  # fmt: skip
-        torch.stack([one.transpose(1, 2) for one in grads], 2, out=qkv_grad[part].unflatten(0, shape))
+        torch.stack(
+            [one.transpose(1, 2) for one in grads], 2, out=qkv_grad[part].unflatten(0, shape)
+        )
     return qkv_grad
 
 
@@ -178,7 +191,9 @@ def blockmask(query, key, value, segments, dropout, scale, window=None):
     if window is not None:
         place = torch.arange(len(segment), device=segment.device)
         mask &= (place[:, None] - place).abs() <= window
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[0].transpose(0, 1)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[
+        0
+    ].transpose(0, 1)
 
 
 def _interface(kernel):
@@ -192,22 +207,42 @@ def _interface(kernel):
         evaluation, are padded ones and go to SDPA."""
         if segments is None:
             return sdpa_attention_forward(
-                module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
+                module,
+                query,
+                key,
+                value,
+                attention_mask,
+                dropout=dropout,
+                scaling=scaling,
+                **kwargs,
             )
         if kernel is varlen_attention:
             stacked, (ends, limits, _) = stack_qkv(query, key, value, qkv), segments
-            output = varlen_attention(stacked, bias, ends, max(limits), module.dropout.seed, dropout, scaling)
+            output = varlen_attention(
+                stacked, bias, ends, max(limits), module.dropout.seed, dropout, scaling
+            )
         elif kernel is efficient:
             output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)
         else:
             window = None if sliding_window is None else sliding_window - 1
-            output = kernel(*(t[0].transpose(0, 1) for t in (query, key, value)), segments, dropout, scaling, window)
+            output = kernel(
+                *(t[0].transpose(0, 1) for t in (query, key, value)),
+                segments,
+                dropout,
+                scaling,
+                window,
+            )
         return output[None], None
 
     return attention
 
 
-KERNELS = {"flash": flash, "efficient": efficient, "block-diagonal": blockmask, "triton-varlen": varlen_attention}
+KERNELS = {
+    "flash": flash,
+    "efficient": efficient,
+    "block-diagonal": blockmask,
+    "triton-varlen": varlen_attention,
+}
 
 
 def attention_name(kernel: str) -> str:
@@ -241,20 +276,33 @@ class FusedSelfAttention(nn.Module):
     def __init__(self, separate: nn.Module, names: tuple[str, ...]):
         super().__init__()
         parts = [separate.get_submodule(name) for name in names]
-        self.qkv = nn.Linear(parts[0].in_features, sum(part.out_features for part in parts), device="meta")
+        self.qkv = nn.Linear(
+            parts[0].in_features, sum(part.out_features for part in parts), device="meta"
+        )
         self.qkv.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
         self.qkv.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]))
         self.config, self.names = separate.config, names
-        self.dropout, self.scaling, self.width = separate.dropout, separate.scaling, separate.attention_head_size
+        self.dropout, self.scaling, self.width = (
+            separate.dropout,
+            separate.scaling,
+            separate.attention_head_size,
+        )
         self.is_causal = separate.is_causal
-        self.separate = [separate.to("meta")]  # without its weights, and in a list, so as not to be a submodule
+        self.separate = [
+            separate.to("meta")
+        ]  # without its weights, and in a list, so as not to be a submodule
 
     def split(self) -> nn.Module:
         """The original module with this one's weights."""
         separate = self.separate[0]
-        for name, weight, bias in zip(self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True):
+        for name, weight, bias in zip(
+            self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True
+        ):
             part = separate.get_submodule(name)
-            part.weight, part.bias = nn.Parameter(weight.detach().clone()), nn.Parameter(bias.detach().clone())
+            part.weight, part.bias = (
+                nn.Parameter(weight.detach().clone()),
+                nn.Parameter(bias.detach().clone()),
+            )
         return separate
 
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
@@ -267,7 +315,9 @@ class FusedSelfAttention(nn.Module):
             else:  # then it is not our kernel that takes it
                 qkv = attach_bias_grad(qkv, self.qkv.bias)
         parts = qkv.transpose(1, 3).unbind(2)
-        attention = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attention = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
         dropout = self.dropout.p if self.training else 0.0
         output, weights = attention(
             self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, qkv=qkv, **kwargs
@@ -280,7 +330,9 @@ def fuse_projections(model: nn.Module) -> None:
     encoder = encoder_of(model)
     for layer in layers_of(model):
         separate = layer.get_submodule(encoder.self_attention)
-        layer.set_submodule(encoder.self_attention, FusedSelfAttention(separate, encoder.projections))
+        layer.set_submodule(
+            encoder.self_attention, FusedSelfAttention(separate, encoder.projections)
+        )
 
 
 def split_projections(model: nn.Module) -> None:
@@ -316,7 +368,9 @@ def use_short_attention(model: nn.Module) -> None:
     the gradient of fused projections' bias. Raises UserError for heads of a width that the kernel does not take."""
     width = model.config.hidden_size // model.config.num_attention_heads
     if width < 16 or width & (width - 1):
-        raise UserError(f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}")
+        raise UserError(
+            f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}"
+        )
     for layer in layers_of(model):
         owner = layer.get_submodule(encoder_of(model).self_attention)
         owner.dropout = HashDropout(owner.dropout.p)

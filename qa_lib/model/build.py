@@ -4,14 +4,27 @@ import warnings
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config, PreTrainedConfig
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    BertConfig,
+    GPT2Config,
+    PreTrainedConfig,
+)
 from transformers import PreTrainedTokenizerBase as Tokenizer
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model import attention, fused_blocks
-from qa_lib.model.architectures import embeddings_of, encoder_of, heads_of, layers_of, max_positions, param_counts
+from qa_lib.model.architectures import (
+    embeddings_of,
+    encoder_of,
+    heads_of,
+    layers_of,
+    max_positions,
+    param_counts,
+)
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
 from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
@@ -22,21 +35,36 @@ from qa_lib.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # tokens of a vocabulary are made a multiple of this
 HEADS = {"qa": AutoModelForQuestionAnswering, "lm": AutoModelForCausalLM}
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16, "pure-bf16": torch.bfloat16}
+DTYPES = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "pure-bf16": torch.bfloat16,
+}
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
     """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
-    (fused_blocks.use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(model)
+    (fused_blocks.use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(
+        model
+    )
 
 
 CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
     ("qkv", "fused", attention.fuse_projections),
-    ("attention", "triton-varlen", attention.use_short_attention),  # leaves itself the bias of the fused projections
+    (
+        "attention",
+        "triton-varlen",
+        attention.use_short_attention,
+    ),  # leaves itself the bias of the fused projections
     ("dropout", "hash", fused_blocks.use_hash_dropout),
     ("dropout", "none", fused_blocks.use_hash_dropout),  # at a rate of 0: fused norms know no other
     ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
-    ("attention", "triton-causal", fused_blocks.use_causal_attention),  # which the fused decoder calls
+    (
+        "attention",
+        "triton-causal",
+        fused_blocks.use_causal_attention,
+    ),  # which the fused decoder calls
     ("gelu", "sigmoid", fused_blocks.use_sigmoid_gelu),
     # Takes linear layers as the two before have left them: with or without a bias.
     ("feed_forward", "fp8", fused_blocks.use_float8),
@@ -52,7 +80,9 @@ def build_model(spec: Spec) -> torch.nn.Module:
     torch.manual_seed(spec.seed)
     model = _pretrained(spec)
     if encoder_of(model).causal or spec.settings.activation_checkpointing is True:
-        model.config.use_cache = False  # which is for generating; with checkpointing it breaks the compiler's graph
+        model.config.use_cache = (
+            False  # which is for generating; with checkpointing it breaks the compiler's graph
+        )
     if encoder_of(model).causal:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     elif spec.settings.loss != "native":
@@ -71,7 +101,9 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
     """Change of a model in place what the settings say."""
     if settings.activation_checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
-        enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+        enable = getattr(
+            model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
+        )
         enable({"use_reentrant": False})
     if encoder_of(model).causal and settings.norms == "fused":
         fused_blocks.check_fused_decoder(settings)
@@ -92,7 +124,12 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
     if shape := find_shape(source):
         # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's arithmetic.
         words, heads = -(-shape.vocabulary // ALIGN) * ALIGN, shape.hidden // HEAD
-        sizes = {"n_layer": shape.layers, "n_embd": shape.hidden, "n_head": heads, "n_positions": shape.positions}
+        sizes = {
+            "n_layer": shape.layers,
+            "n_embd": shape.hidden,
+            "n_head": heads,
+            "n_positions": shape.positions,
+        }
         return GPT2Config(vocab_size=words, **sizes, bos_token_id=0, eos_token_id=0)
     return read_config(source, task)
 
@@ -100,11 +137,17 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
 def _pretrained(spec: Spec) -> torch.nn.Module:
     source, task, implementation = spec.model_source, spec.preset.task, spec.settings.attention
     head, config = HEADS[task], model_config(source, task)
-    if why := lacking(spec.settings, config.model_type):  # of a model that was not here yet when the run was planned
+    if why := lacking(
+        spec.settings, config.model_type
+    ):  # of a model that was not here yet when the run was planned
         raise UserError(f"{spec.variant} {why}")
     if spec.settings.padding == "packed":
         implementation = attention.attention_name(implementation)
-    elif task == "lm" and implementation in ("sdpa", "triton-causal") and spec.settings.engine == "loop":
+    elif (
+        task == "lm"
+        and implementation in ("sdpa", "triton-causal")
+        and spec.settings.engine == "loop"
+    ):
         implementation = attention.UNMASKED
     spec.preset.check_length(source, max_positions(config))
     if source != "tiny" and not find_shape(source):
@@ -112,7 +155,9 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
         if inspect_checkpoint(folder)[1]:
             return load(folder, head, implementation, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
-            raise UserError(f"{folder}: no model.safetensors, which {spec.preset.name} needs; save_pretrained makes it")
+            raise UserError(
+                f"{folder}: no model.safetensors, which {spec.preset.name} needs; save_pretrained makes it"
+            )
     with as_user_error(source):
         return head.from_config(config, attn_implementation=implementation)
 
@@ -122,21 +167,32 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     encoder = encoder_of(model)
     head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
     if recipe.kind == "lora":
-        if any(isinstance(module, fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu) for module in model.modules()):
+        if any(
+            isinstance(module, fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu)
+            for module in model.modules()
+        ):
             raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
         # peft asks transformers by a name that transformers 5.23 deprecates.
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+        warnings.filterwarnings(
+            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
+        )
         from peft import LoraConfig, inject_adapter_in_model
 
         # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
         # position_ids on their way to the model.
-        targets = {name for target in recipe.targets for name in encoder.adapters.get(target, target).split()}
+        targets = {
+            name
+            for target in recipe.targets
+            for name in encoder.adapters.get(target, target).split()
+        }
         config = LoraConfig(
             r=recipe.rank,
             lora_alpha=2 * recipe.rank,
             lora_dropout=0.1,
             target_modules=sorted(targets),
-            fan_in_fan_out=any(isinstance(m, Conv1D) for m in model.modules()),  # GPT-2's weights are [in, out]
+            fan_in_fan_out=any(
+                isinstance(m, Conv1D) for m in model.modules()
+            ),  # GPT-2's weights are [in, out]
         )
         inject_adapter_in_model(config, model)
     elif recipe.kind == "bitfit":
@@ -185,5 +241,8 @@ def trainable_summary(model: torch.nn.Module):
     counts, rows = param_counts(model), {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]
-        rows[name] = [sum(counts[p] for p in parameters), sum(counts[p] for p in parameters if p.requires_grad)]
+        rows[name] = [
+            sum(counts[p] for p in parameters),
+            sum(counts[p] for p in parameters if p.requires_grad),
+        ]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["parameters", "trainable"])

@@ -73,7 +73,9 @@ class FusedOutput(nn.Module):
         norm, rate = self.LayerNorm, self.dropout.p if self.training else 0.0
         x, bias = self.dense(hidden_states), self.dense.bias
         residual = getattr(input_tensor, "residual", input_tensor)
-        output, past = fused_norm(x, bias, residual, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps)
+        output, past = fused_norm(
+            x, bias, residual, norm.weight, norm.bias, self.dropout.seed, rate, norm.eps
+        )
         if past is not output:  # transformers' layer hands on one tensor, and the second with it
             output.residual = past
         return output
@@ -107,7 +109,9 @@ class _Lookup(torch.autograd.Function):
 
 def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """fp8_linear; or all of a feed-forward block, where the first of its linear layers has left its arguments as x."""
-    return fp8_feed_forward(*x, weight, bias) if isinstance(x, tuple) else fp8_linear(x, weight, bias)
+    return (
+        fp8_feed_forward(*x, weight, bias) if isinstance(x, tuple) else fp8_linear(x, weight, bias)
+    )
 
 
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
@@ -159,11 +163,17 @@ class FusedDecoder(GPT2Model):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.drop(self.wte(input_ids) + self.wpe(positions))
         normed = self.h[0].ln_1(hidden)
-        for block, next_norm in zip(self.h, [*(block.ln_1 for block in self.h[1:]), self.ln_f], strict=True):
+        for block, next_norm in zip(
+            self.h, [*(block.ln_1 for block in self.h[1:]), self.ln_f], strict=True
+        ):
             attended = self.attend(block.attn, normed)
-            hidden, normed = _add_norm(attended, block.attn.c_proj, hidden, block.attn.resid_dropout, block.ln_2)
+            hidden, normed = _add_norm(
+                attended, block.attn.c_proj, hidden, block.attn.resid_dropout, block.ln_2
+            )
             inner = block.mlp.act(block.mlp.c_fc(normed))
-            hidden, normed = _add_norm(inner, block.mlp.c_proj, hidden, block.mlp.dropout, next_norm)
+            hidden, normed = _add_norm(
+                inner, block.mlp.c_proj, hidden, block.mlp.dropout, next_norm
+            )
         return BaseModelOutputWithPastAndCrossAttentions(normed)
 
     def attend(self, attention, normed):
@@ -172,21 +182,36 @@ class FusedDecoder(GPT2Model):
         batch, length, width = normed.shape
         heads = (3, attention.num_heads, attention.head_dim)
         if isinstance(dropout, HashDropout):  # our own kernel, which gives the bias its gradient
-            qkv = torch.addmm(linear.bias.detach(), normed.flatten(0, 1), linear.weight).unflatten(1, heads)
-            ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32, device=normed.device)
+            qkv = torch.addmm(linear.bias.detach(), normed.flatten(0, 1), linear.weight).unflatten(
+                1, heads
+            )
+            ends = torch.arange(
+                0, batch * length + 1, length, dtype=torch.int32, device=normed.device
+            )
             attended = varlen_attention(
-                qkv, linear.bias, ends, length, dropout.seed, dropout.p, attention.scaling, causal=True
+                qkv,
+                linear.bias,
+                ends,
+                length,
+                dropout.seed,
+                dropout.p,
+                attention.scaling,
+                causal=True,
             )
             return attended.reshape(batch, length, width)
         query, key, value = linear(normed).unflatten(2, heads).transpose(1, 3).unbind(2)
         kernel = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        return kernel(attention, query, key, value, None, dropout=dropout.p, scaling=attention.scaling)[0].flatten(2)
+        return kernel(
+            attention, query, key, value, None, dropout=dropout.p, scaling=attention.scaling
+        )[0].flatten(2)
 
 
 def _add_norm(x, linear, hidden, dropout, norm):
     """The residual stream `hidden` after a linear layer whose input is `x`, and its norm; in training."""
     x = conv1d_without_bias(linear, x)
-    return fused_add_norm(x, linear.bias, hidden, norm.weight, norm.bias, dropout.seed, dropout.p, norm.eps)
+    return fused_add_norm(
+        x, linear.bias, hidden, norm.weight, norm.bias, dropout.seed, dropout.p, norm.eps
+    )
 
 
 def use_hash_dropout(model: nn.Module) -> None:
@@ -259,7 +284,9 @@ def use_sigmoid_gelu(model: nn.Module) -> None:
             layer.set_submodule(encoder.activation, nn.Identity())
             continue
         if not isinstance(found, GELUActivation):
-            raise UserError(f"activation 'sigmoid' stands for GELU, and this model has {type(found).__name__}")
+            raise UserError(
+                f"activation 'sigmoid' stands for GELU, and this model has {type(found).__name__}"
+            )
         first = encoder.linears[0]
         layer.set_submodule(first.rpartition(".")[0], FusedIntermediate(layer.get_submodule(first)))
 

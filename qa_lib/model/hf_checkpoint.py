@@ -41,12 +41,17 @@ def find_folder(name: str | Path) -> Path:
         return folder / "model" if run else folder
     from huggingface_hub import snapshot_download
 
-    files = {"allow_patterns": ["*.json", "*.txt", "model*.safetensors"], "ignore_patterns": ["*/*"]}
+    files = {
+        "allow_patterns": ["*.json", "*.txt", "model*.safetensors"],
+        "ignore_patterns": ["*/*"],
+    }
     try:
         return Path(snapshot_download(str(name), **files))
     except Exception as error:  # of the hub, the network or the disk
         reason = f"{type(error).__name__}: {first_line(error)}"
-        raise UserError(f"{name}: no such folder, and no model that the hub gives ({reason:.120})") from None
+        raise UserError(
+            f"{name}: no such folder, and no model that the hub gives ({reason:.120})"
+        ) from None
 
 
 def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
@@ -63,9 +68,15 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
     if not isinstance(config, dict):
         raise UserError(f"{folder}: config.json is no JSON object")
     for key in {"quantization_config", "transformers_weights"} & config.keys():
-        raise UserError(f"{folder}: config.json has {key}; plain weights in model.safetensors are needed")
-    if (folder / "adapter_config.json").exists():  # transformers would load it, and its base from wherever it says
-        raise UserError(f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone")
+        raise UserError(
+            f"{folder}: config.json has {key}; plain weights in model.safetensors are needed"
+        )
+    if (
+        folder / "adapter_config.json"
+    ).exists():  # transformers would load it, and its base from wherever it says
+        raise UserError(
+            f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone"
+        )
     weights = _weights(folder)
     _check_digests(folder, checkpoint_files(folder, weights))
     return config, weights
@@ -88,7 +99,9 @@ def _weights(folder: Path) -> list[Path]:
     names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else ["nothing"]
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name) or not (folder / name).is_file():
-            raise UserError(f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder")
+            raise UserError(
+                f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder"
+            )
     return [folder / name for name in names]
 
 
@@ -97,7 +110,9 @@ def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
     of a model that was there before stays beside the new one."""
     folder = folder.resolve()  # what a link leads to is replaced, and not the link
-    with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True) as work:
+    with tempfile.TemporaryDirectory(
+        prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
+    ) as work:
         new = Path(work, "new")
         new.mkdir()
         yield new
@@ -122,7 +137,9 @@ def _check_digests(folder: Path, read: list[Path]) -> None:
     listed = dict(reversed(line.partition("  ")[::2]) for line in lines)
     for path in sorted(folder.iterdir()):
         if path in read and path.name not in listed:
-            raise UserError(f"{folder}: {path.name} was added after the folder was saved; whoever did deletes {SUMS}")
+            raise UserError(
+                f"{folder}: {path.name} was added after the folder was saved; whoever did deletes {SUMS}"
+            )
         if path.name in listed and _sha256(path, path.stat().st_ctime_ns) != listed[path.name]:
             raise UserError(
                 f"{folder}: {path.name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "

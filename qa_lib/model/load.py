@@ -25,7 +25,9 @@ PRETRAINING = (
     "vocab_transform", "vocab_layer_norm", "vocab_projector",
 )  # fmt: skip
 CONSTANTS = ("masked_bias", "position_ids")
-one_at_a_time = threading.Lock()  # while it loads, transformers changes its classes; two threads may leave them so
+one_at_a_time = (
+    threading.Lock()
+)  # while it loads, transformers changes its classes; two threads may leave them so
 
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
 transformers_logging.set_verbosity_error()  # what its reports of loading say is held against the model here
@@ -55,13 +57,19 @@ def read_config(source: str | Path, task: str = "qa"):
         config.return_dict, config.chunk_size_feed_forward, config.num_labels = True, 0, 2
         for name, usual in (("position_embedding_type", "absolute"), ("is_decoder", False)):
             if (found := getattr(config, name, None) or usual) != usual:
-                raise UserError(f"{source}: {name} is {str(found)[:40]!r} in config.json, and {usual} alone is built")
+                raise UserError(
+                    f"{source}: {name} is {str(found)[:40]!r} in config.json, and {usual} alone is built"
+                )
         if not encoder.causal and config.pad_token_id is None:
-            raise UserError(f"{source}: pad_token_id in config.json is null, and not the number of a token that pads")
+            raise UserError(
+                f"{source}: pad_token_id in config.json is null, and not the number of a token that pads"
+            )
     return config
 
 
-def load(folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options):
+def load(
+    folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options
+):
     """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
 
     `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
@@ -80,7 +88,11 @@ def load(folder: Path, head: type, attention: str, new_head: bool = False, task:
             quantize(model, found.get("quantized"))
             fill_quantized(model, folder)
             return model
-        options |= {"local_files_only": True, "trust_remote_code": False, "attn_implementation": attention}
+        options |= {
+            "local_files_only": True,
+            "trust_remote_code": False,
+            "attn_implementation": attention,
+        }
         options |= {"use_safetensors": True, "output_loading_info": True}
         model, loading = head.from_pretrained(folder, config=config, **options)
     _check_names(folder, model, new_head, **loading)
@@ -95,7 +107,9 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
             stored |= {name: tensors.get_slice(name) for name in tensors.keys()}  # noqa: SIM118
     layers = len(set(re.findall(r"\b(?:layers?|h)\.(\d+)\.", " ".join(stored))))
     if config.num_hidden_layers != layers:
-        raise UserError(f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights")
+        raise UserError(
+            f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights"
+        )
     with torch.device("meta"):  # shapes without memory
         model = head.from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
@@ -107,7 +121,9 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
             sizes = f"{found.get_shape()} in the weights, {list(parameter.shape)} by config.json"
             raise UserError(f"{folder}: {name} is {sizes}")
         if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
-            raise UserError(f"{folder}: {name} holds {found.get_dtype()}, no floating-point numbers")
+            raise UserError(
+                f"{folder}: {name} holds {found.get_dtype()}, no floating-point numbers"
+            )
 
 
 def _check_names(folder: Path, model, new_head: bool, missing_keys, unexpected_keys, **_) -> None:
@@ -121,11 +137,16 @@ def _check_names(folder: Path, model, new_head: bool, missing_keys, unexpected_k
         if {*name.split(".")[:2]} & {*PRETRAINING} or name.endswith(CONSTANTS):
             continue
         if name.split(".")[0] in parts or "lora_" in name:
-            raise UserError(f"{folder}: the weights have {name[:80]}, for which a {type(model).__name__} has no place")
+            raise UserError(
+                f"{folder}: the weights have {name[:80]}, for which a {type(model).__name__} has no place"
+            )
         surplus.append(name)
     if surplus:
         log.warning(
-            "%s: %d weights are of no use here and are left out, such as %.80s", folder, len(surplus), surplus[0]
+            "%s: %d weights are of no use here and are left out, such as %.80s",
+            folder,
+            len(surplus),
+            surplus[0],
         )
 
 
@@ -134,10 +155,19 @@ def check_tokenizer(folder: str | Path, tokenizer, model) -> None:
     config = model.config
     tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
     if tokens > config.vocab_size:
-        raise UserError(f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model")
-    if "token_type_ids" in tokenizer.model_input_names and getattr(config, "type_vocab_size", 2) < 2:
-        raise UserError(f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type")
+        raise UserError(
+            f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model"
+        )
+    if (
+        "token_type_ids" in tokenizer.model_input_names
+        and getattr(config, "type_vocab_size", 2) < 2
+    ):
+        raise UserError(
+            f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type"
+        )
     # RoBERTa counts positions by it, and BERT never trains its embedding. GPT-2, which has none, never pads.
     own, padding = tokenizer.pad_token_id, getattr(config, "pad_token_id", None)
     if own != padding and not encoder_of(model).causal:
-        raise UserError(f"{folder}: the tokenizer pads with token {own}, pad_token_id in config.json is {padding}")
+        raise UserError(
+            f"{folder}: the tokenizer pads with token {own}, pad_token_id in config.json is {padding}"
+        )

@@ -38,10 +38,14 @@ class NF4Linear(nn.Linear):
 
     def __init__(self, linear: nn.Linear | Conv1D, compute: torch.dtype):
         """The layer that computes in type `compute` what `linear` computes."""
-        from bitsandbytes.functional import quantize_4bit  # only these variants need it, and its import is slow
+        from bitsandbytes.functional import (
+            quantize_4bit,
+        )  # only these variants need it, and its import is slow
 
         nn.Module.__init__(self)
-        self.transposed = isinstance(linear, Conv1D)  # GPT-2's linear layer, whose weight is [in, out]
+        self.transposed = isinstance(
+            linear, Conv1D
+        )  # GPT-2's linear layer, whose weight is [in, out]
         weight = (linear.weight.T if self.transposed else linear.weight).detach().contiguous()
         self.out_features, self.in_features = weight.shape
         packed, state = quantize_4bit(weight, blocksize=BLOCK, quant_type="nf4")
@@ -60,31 +64,45 @@ class NF4Linear(nn.Linear):
         return _wide(self.weight, self.scales, self.out_features, self.in_features, torch.float32)
 
 
-def _wide(packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+def _wide(
+    packed: torch.Tensor, scales: torch.Tensor, rows: int, columns: int, dtype: torch.dtype
+) -> torch.Tensor:
     """The weight [rows, columns]. bitsandbytes reads as many bytes as that has, whatever there are."""
     if packed.numel() != (rows * columns + 1) // 2:
-        raise RuntimeError(f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}")
+        raise RuntimeError(
+            f"{packed.numel()} bytes of weights in 4 bits are no matrix of {rows} x {columns}"
+        )
     scales = scales.view(torch.float32)
     if packed.device.type != "cpu":
-        return torch.ops.bitsandbytes.dequantize_4bit(packed, scales, BLOCK, "nf4", (rows, columns), dtype)
+        return torch.ops.bitsandbytes.dequantize_4bit(
+            packed, scales, BLOCK, "nf4", (rows, columns), dtype
+        )
     from bitsandbytes.functional import get_4bit_type
 
     # Each number's value (appendix E of the QLoRA paper) times its block's scale. The first of two weights is in the
     # upper half of their byte, and the last block may be shorter.
     bits, values = packed.view(-1), get_4bit_type("nf4", "cpu")
     weights = values[torch.stack([bits >> 4, bits & 15], dim=1).long()].view(-1)[: rows * columns]
-    return (weights * scales.repeat_interleave(BLOCK)[: rows * columns]).view(rows, columns).to(dtype)
+    return (
+        (weights * scales.repeat_interleave(BLOCK)[: rows * columns]).view(rows, columns).to(dtype)
+    )
 
 
 @custom_op("qa_lib::nf4_linear")
-def _linear(inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int) -> torch.Tensor:
+def _linear(
+    inputs: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, out: int
+) -> torch.Tensor:
     """[..., in] -> [..., out], without a bias, in the inputs' type."""
     with torch.autocast(inputs.device.type, enabled=False):
-        return nn.functional.linear(inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype))
+        return nn.functional.linear(
+            inputs, _wide(packed, scales, out, inputs.shape[-1], inputs.dtype)
+        )
 
 
 @custom_op("qa_lib::nf4_linear_backward")
-def _linear_backward(grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int) -> torch.Tensor:
+def _linear_backward(
+    grad: torch.Tensor, packed: torch.Tensor, scales: torch.Tensor, width: int
+) -> torch.Tensor:
     """The gradient of the inputs [..., width] from that of the outputs [..., out]."""
     return grad @ _wide(packed, scales, grad.shape[-1], width, grad.dtype)
 

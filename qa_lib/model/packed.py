@@ -32,7 +32,14 @@ class Packed(torch.nn.Module):
         self.masks = dict.fromkeys(getattr(model.config, "layer_types", None) or ()) or None
 
     def forward(
-        self, input_ids, position_ids, cu_seqlens, start_positions, end_positions, token_type_ids=None, **layout
+        self,
+        input_ids,
+        position_ids,
+        cu_seqlens,
+        start_positions,
+        end_positions,
+        token_type_ids=None,
+        **layout,
     ):
         """Tensors as PackedBatches.arrays gives them; the output has `loss` and logits [1, budget]."""
         output = self.model(
@@ -43,7 +50,9 @@ class Packed(torch.nn.Module):
             segments=Segments(cu_seqlens, self.limits, **layout),
         )
         starts, ends = output.start_logits, output.end_logits
-        loss = span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout)
+        loss = span_loss(
+            starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout
+        )
         return QuestionAnsweringModelOutput(loss=loss, start_logits=starts, end_logits=ends)
 
 
@@ -70,14 +79,18 @@ class ModelStage(torch.nn.Module):
                 hidden = module(hidden)
             else:
                 positions = position_ids + self.first_position
-                hidden = module(input_ids=input_ids, token_type_ids=token_type_ids, position_ids=positions)
+                hidden = module(
+                    input_ids=input_ids, token_type_ids=token_type_ids, position_ids=positions
+                )
         segments = Segments(cu_seqlens, self.limits, **layout)
         for layer in self.layers:
             hidden = layer(hidden, segments=segments)
         if self.head is None:
             return hidden
         starts, ends = self.head(hidden).unbind(-1)
-        return span_loss(starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout)
+        return span_loss(
+            starts, ends, start_positions, end_positions, cu_seqlens, max(self.limits), **layout
+        )
 
 
 def regions_of(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
@@ -107,7 +120,9 @@ class RegionalModel(torch.nn.Module):
         return hidden
 
 
-def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest: int, bias=None) -> torch.Tensor:
+def span_loss(
+    starts, ends, start_positions, end_positions, cu_seqlens, longest: int, bias=None
+) -> torch.Tensor:
     """The loss of a packed sequence from its logits [1, tokens], for positions as `segment_loss` takes them; a `bias`
     [tokens] is -inf where segments are padded."""
     if bias is not None:
@@ -116,7 +131,9 @@ def span_loss(starts, ends, start_positions, end_positions, cu_seqlens, longest:
     return (start_loss + segment_loss(ends[0], end_positions, cu_seqlens, longest)) / 2
 
 
-def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, longest: int) -> torch.Tensor:
+def segment_loss(
+    logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torch.Tensor, longest: int
+) -> torch.Tensor:
     """Mean cross-entropy of `positions` [n] under a softmax over each of the first n segments of `logits` [tokens].
 
     The model's own loss also counts the padding in its softmax; here there is none to count.
@@ -125,5 +142,7 @@ def segment_loss(logits: torch.Tensor, positions: torch.Tensor, cu_seqlens: torc
     begin, end = cu_seqlens[:n, None], cu_seqlens[1 : n + 1, None]
     index = begin + torch.arange(longest, device=logits.device)
     # Its backward pass adds where `logits[index]` would sort: no logit is in two segments.
-    rows = logits.take(index.clamp(max=len(logits) - 1)).float().masked_fill(index >= end, -torch.inf)
+    rows = (
+        logits.take(index.clamp(max=len(logits) - 1)).float().masked_fill(index >= end, -torch.inf)
+    )
     return F.cross_entropy(rows, positions)

@@ -40,7 +40,9 @@ def use_rounding(model: nn.Module, width: str) -> None:
         weights = qat.IntxFakeQuantizeConfig(torch.int4, group_size=GROUP)
     else:
         weights = qat.IntxFakeQuantizeConfig(torch.int8, "per_channel")
-    _in_layers(model, qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare"))
+    _in_layers(
+        model, qat.QATConfig(activation_config=activations, weight_config=weights, step="prepare")
+    )
 
 
 def is_rounding(module: nn.Module) -> bool:
@@ -58,7 +60,9 @@ def quantize(model: nn.Module, width: str) -> None:
     if width == "int4":
         scheme = ao.Int8DynamicActivationIntxWeightConfig(torch.int4, ao.PerGroup(GROUP))
     else:  # asymmetric, as training imitates it; and torchao would change Inductor's settings for all variants
-        scheme = ao.Int8DynamicActivationInt8WeightConfig(ao.MappingType.ASYMMETRIC, set_inductor_config=False)
+        scheme = ao.Int8DynamicActivationInt8WeightConfig(
+            ao.MappingType.ASYMMETRIC, set_inductor_config=False
+        )
     _in_layers(model, scheme)
     model.config.quantized = width
 
@@ -68,7 +72,9 @@ def _torchao():
     try:
         import torchao.quantization.qat
     except ImportError:
-        raise UserError("quantized weights need a package that is not installed: pip install torchao") from None
+        raise UserError(
+            "quantized weights need a package that is not installed: pip install torchao"
+        ) from None
     return torchao.quantization
 
 
@@ -77,9 +83,13 @@ def _in_layers(model: nn.Module, scheme) -> None:
     for layer in layers_of(model):
         linears = [module for module in layer.modules() if isinstance(module, nn.Linear)]
         if not linears:
-            raise UserError(f"{type(model).__name__}: its layers have no torch.nn.Linear, which alone can be quantized")
+            raise UserError(
+                f"{type(model).__name__}: its layers have no torch.nn.Linear, which alone can be quantized"
+            )
         if odd := next((p.in_features for p in linears if p.in_features % GROUP), None):
-            raise UserError(f"a linear layer of {odd} inputs cannot be quantized, which goes by groups of {GROUP}")
+            raise UserError(
+                f"a linear layer of {odd} inputs cannot be quantized, which goes by groups of {GROUP}"
+            )
         _torchao().quantize_(layer, scheme)
 
 
@@ -107,10 +117,14 @@ def fill_quantized(model: nn.Module, folder: Path) -> None:
         if found is not None and found.dtype == torch.uint8:
             found = _unpack(found)
         if found is None or (found.shape, found.dtype) != (value.shape, value.dtype):
-            raise UserError(f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}")
+            raise UserError(
+                f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}"
+            )
         value.copy_(found)
     if stored:
-        raise UserError(f"{folder}: {QUANTIZED} has {min(stored)}, which the model by config.json has not")
+        raise UserError(
+            f"{folder}: {QUANTIZED} has {min(stored)}, which the model by config.json has not"
+        )
 
 
 def _parts(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -29,8 +29,16 @@ class Layer(nn.Module):
     def __init__(self, width: int, inner: int, heads: int, dropout: float, eps: float):
         super().__init__()
         self.heads, self.rate = heads, dropout
-        self.qkv, self.out, self.norm1 = nn.Linear(width, 3 * width), nn.Linear(width, width), nn.LayerNorm(width, eps)
-        self.up, self.down, self.norm2 = nn.Linear(width, inner), nn.Linear(inner, width), nn.LayerNorm(width, eps)
+        self.qkv, self.out, self.norm1 = (
+            nn.Linear(width, 3 * width),
+            nn.Linear(width, width),
+            nn.LayerNorm(width, eps),
+        )
+        self.up, self.down, self.norm2 = (
+            nn.Linear(width, inner),
+            nn.Linear(inner, width),
+            nn.LayerNorm(width, eps),
+        )
 
     def forward(self, x, ends, longest: int):
         rate = self.rate if self.training else 0.0
@@ -47,7 +55,12 @@ class Bert(nn.Module):
     def __init__(self, like: nn.Module, dropout: float, longest: int):
         super().__init__()
         config = like.config
-        width, eps, self.longest, self.rate = config.hidden_size, config.layer_norm_eps, longest, dropout
+        width, eps, self.longest, self.rate = (
+            config.hidden_size,
+            config.layer_norm_eps,
+            longest,
+            dropout,
+        )
         self.words = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Embedding(config.max_position_embeddings, width)
         self.types = nn.Embedding(config.type_vocab_size, width)
@@ -56,27 +69,49 @@ class Bert(nn.Module):
         self.layers = nn.ModuleList(Layer(*shape) for _ in range(config.num_hidden_layers))
         self.head = nn.Linear(width, 2)
 
-    def forward(self, input_ids, position_ids, token_type_ids, cu_seqlens, start_positions, end_positions):
+    def forward(
+        self, input_ids, position_ids, token_type_ids, cu_seqlens, start_positions, end_positions
+    ):
         """The mean loss over samples. Tokens [1, tokens]; where segments end, [segments + 1]; answers [samples], whose
         segments are the first ones."""
-        x = self.words(input_ids[0]) + self.positions(position_ids[0]) + self.types(token_type_ids[0])
+        x = (
+            self.words(input_ids[0])
+            + self.positions(position_ids[0])
+            + self.types(token_type_ids[0])
+        )
         x = F.dropout(self.norm(x), self.rate if self.training else 0.0)
         for layer in self.layers:
             x = layer(x, cu_seqlens, self.longest)
         # The logits of each sample in a row of its own, padded, for a softmax over it alone.
-        begin, end = cu_seqlens[: len(start_positions), None], cu_seqlens[1 : len(start_positions) + 1, None]
+        begin, end = (
+            cu_seqlens[: len(start_positions), None],
+            cu_seqlens[1 : len(start_positions) + 1, None],
+        )
         index = begin + torch.arange(self.longest, device=x.device)
-        rows = self.head(x)[index.clamp(max=len(x) - 1)].float().masked_fill((index >= end)[..., None], -torch.inf)
-        return (F.cross_entropy(rows[..., 0], start_positions) + F.cross_entropy(rows[..., 1], end_positions)) / 2
+        rows = (
+            self.head(x)[index.clamp(max=len(x) - 1)]
+            .float()
+            .masked_fill((index >= end)[..., None], -torch.inf)
+        )
+        return (
+            F.cross_entropy(rows[..., 0], start_positions)
+            + F.cross_entropy(rows[..., 1], end_positions)
+        ) / 2
 
     def pairs(self, like: nn.Module):
         """Each weight of this model and the one of transformers' model that it stands for."""
         theirs = like.bert.embeddings
-        modules = [(self.words, theirs.word_embeddings), (self.positions, theirs.position_embeddings)]
+        modules = [
+            (self.words, theirs.word_embeddings),
+            (self.positions, theirs.position_embeddings),
+        ]
         modules += [(self.types, theirs.token_type_embeddings), (self.norm, theirs.LayerNorm)]
         modules.append((self.head, like.qa_outputs))
         for own, other in zip(self.layers, like.bert.encoder.layer, strict=True):
-            modules += [(own.out, other.attention.output.dense), (own.norm1, other.attention.output.LayerNorm)]
+            modules += [
+                (own.out, other.attention.output.dense),
+                (own.norm1, other.attention.output.LayerNorm),
+            ]
             modules += [(own.up, other.intermediate.dense), (own.down, other.output.dense)]
             modules.append((own.norm2, other.output.LayerNorm))
             separate = [getattr(other.attention.self, name) for name in ("query", "key", "value")]

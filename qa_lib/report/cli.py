@@ -26,7 +26,9 @@ ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
 READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records
 # Each page that is kept -> the notebook that it is of, and its parameters.
-PAGES = {f"runs/{name.replace('_', '-')}.ipynb": (f"notebooks/{name}.ipynb", {}) for name in READERS}
+PAGES = {
+    f"runs/{name.replace('_', '-')}.ipynb": (f"notebooks/{name}.ipynb", {}) for name in READERS
+}
 PAGES["runs/report-h200.ipynb"] = NOTEBOOK, {"group": "h200-bench"}  # a second card
 SHOWN = 18  # lines of the table in the terminal
 
@@ -37,7 +39,10 @@ def main(args: argparse.Namespace) -> int:
         problems: list[str] = []
         runs = load.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
         problems += check(runs, args.runs, args.figures)
-        print("\n".join(problems) or "README.md, pages and figures of the committed runs are up to date")
+        print(
+            "\n".join(problems)
+            or "README.md, pages and figures of the committed runs are up to date"
+        )
         return 1 if problems else 0
     runs = load.load_runs(args.runs)
     if args.readme:
@@ -52,12 +57,18 @@ def main(args: argparse.Namespace) -> int:
         return 0
     began = load.newest(runs)
     if not began:
-        raise load.ReportError(f"no record below {args.runs}: run something first, for example make quickstart")
+        raise load.ReportError(
+            f"no record below {args.runs}: run something first, for example make quickstart"
+        )
     group = args.group or [*began][-1]
     if group not in set(runs["group"]):
-        raise load.ReportError(f"no group {group!r} below {args.runs}; there are {', '.join(began)}")
+        raise load.ReportError(
+            f"no group {group!r} below {args.runs}; there are {', '.join(began)}"
+        )
     page = args.figures / group / "report.ipynb"
-    given_paths = {name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")}
+    given_paths = {
+        name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")
+    }
     try:
         said = printable(overview(runs, group))
     except SPOILT as problem:
@@ -72,12 +83,19 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     own = load.select(runs, group)
     lines = load.largest_batch(summary(own))
     table = brief(lines, own, runs)
-    said = [f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}", "", terminal(table[:SHOWN])]
+    said = [
+        f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
+        "",
+        terminal(table[:SHOWN]),
+    ]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")
     others = [name for name in load.newest(runs) if name != group]
     if others:
-        said += ["", textwrap.shorten(f"Other groups (--group): {', '.join(others)}", 100, placeholder=" …")]
+        said += [
+            "",
+            textwrap.shorten(f"Other groups (--group): {', '.join(others)}", 100, placeholder=" …"),
+        ]
     return "\n".join(said)
 
 
@@ -91,11 +109,16 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.ipynb")
         # Over files of its own: the kernel listens on no port.
-        own = {"config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}), "progress_bar": False}
+        own = {
+            "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
+            "progress_bar": False,
+        }
         try:
             papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
         except papermill.PapermillExecutionError as problem:
-            raise load.ReportError(f"{notebook} stopped: {problem.ename}, {problem.evalue}") from None
+            raise load.ReportError(
+                f"{notebook} stopped: {problem.ename}, {problem.evalue}"
+            ) from None
         found = nbformat.read(out, as_version=4)
     found.metadata = nbformat.read(ROOT / notebook, as_version=4).metadata
     for cell in found.cells:
@@ -133,13 +156,19 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
         for drawn in sorted((figures / group).glob("*.png")):
             with Image.open(drawn) as image:
                 if image.text.get("Records") != now:
-                    problems.append(f"{drawn} is of other records: run python -m qa_lib report --pages")
+                    problems.append(
+                        f"{drawn} is of other records: run python -m qa_lib report --pages"
+                    )
     for page, (notebook, _) in PAGES.items():
         if (ROOT / page).exists():
-            kept, source = (nbformat.read(ROOT / file, as_version=4).cells for file in (page, notebook))
+            kept, source = (
+                nbformat.read(ROOT / file, as_version=4).cells for file in (page, notebook)
+            )
             kept = [cell for cell in kept if cell.id != "injected-parameters"]
             if [cell.source for cell in kept] != [cell.source for cell in source]:
-                problems.append(f"{page} is not of today's {notebook}: run python -m qa_lib report --pages")
+                problems.append(
+                    f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"
+                )
     for page, (before, after) in with_results(runs, runs_dir, figures).items():
         if before != after:
             problems.append(f"{page} is not up to date: run python -m qa_lib report --readme")

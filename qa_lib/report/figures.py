@@ -21,7 +21,9 @@ from qa_lib.report.stats import LEVEL
 from qa_lib.report.summary import summary
 from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 
-PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True)) | {"waiting": "0.9"}
+PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True)) | {
+    "waiting": "0.9"
+}
 # What fills memory: words for it, and the keys of a profile.
 HELD = {"parameters": "params", "optimizer state": "optimizer", "activations": "activations",
         "gradients and workspace": "workspace", "reserved, not used": "fragmentation"}  # fmt: skip
@@ -41,7 +43,9 @@ def timed(runs: pd.DataFrame) -> pd.DataFrame:
     lines = usual(summary(runs))
     base = lines[(lines["variant"] == baseline(runs)) & lines["samples_per_s"].notna()]
     if base.empty:
-        raise NotMeasured(f"the baseline {baseline(runs)} has no measured speed in this group, and ratios need it")
+        raise NotMeasured(
+            f"the baseline {baseline(runs)} has no measured speed in this group, and ratios need it"
+        )
     return lines[lines["micro_batch"] == base["micro_batch"].max()]
 
 
@@ -70,7 +74,9 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     base, lines = baseline(runs), timed(runs)
     order = [*dict.fromkeys([base, *tagged("ladder"), *tagged("trainer"), *tagged("plain")])]
     shown = lines[lines["variant"].isin(order)]
-    shown = shown.sort_values("variant", key=lambda names: names.map(order.index), ignore_index=True)
+    shown = shown.sort_values(
+        "variant", key=lambda names: names.map(order.index), ignore_index=True
+    )
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
     code = style.code(commits(largest_batch(runs)))
@@ -79,12 +85,24 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     axis, speed = figure.subplots(), shown["samples_per_s"]
     for kind, part in speed.groupby(style.kinds(shown["variant"], base), sort=False):
         axis.barh(part.index, part, color=style.KINDS[kind], label=kind, height=0.7)
-    axis.errorbar(speed, shown.index, xerr=shown["samples_per_s±"], fmt="none", color="black", capsize=3, linewidth=1)
+    axis.errorbar(
+        speed,
+        shown.index,
+        xerr=shown["samples_per_s±"],
+        fmt="none",
+        color="black",
+        capsize=3,
+        linewidth=1,
+    )
     for height, note in shown.loc[speed.isna(), "note"].items():
-        axis.text(0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8)
+        axis.text(
+            0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8
+        )
     factors = {f"× {base}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})
-    style.name_bars(axis, [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in shown["variant"]])
+    style.name_bars(
+        axis, [style.wrap(f"{name}: {VARIANTS[name].why}", 48) for name in shown["variant"]]
+    )
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
     style.legend(axis)
     return figure
@@ -96,25 +114,43 @@ def _gains(shown: pd.DataFrame) -> list[str]:
     parents = [VARIANTS[name].parent for name in speed.index]
     ratios = map(number, speed / speed.reindex(parents).to_numpy())
     found = zip(ratios, parents, ["", *speed.index[:-1]], strict=True)
-    return [ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})" for ratio, parent, above in found]
+    return [
+        ratio if parent == above or ratio == MISSING else f"{ratio} ({parent})"
+        for ratio, parent, above in found
+    ]
 
 
 def fig_run(records: list[dict], runs: str | Path) -> Figure:
     """Runs below the folder `runs` as they went: loss, its mean over 20 optimizer steps, and duration of each step,
     with the step from which it was timed. Raises NotMeasured for runs that took no step."""
-    logs = {record["spec"]["variant"]: Run(record, Path(runs, record["group"], record["run_id"])) for record in records}
-    steps = {name: run.steps().dropna(subset="loss") for name, run in logs.items() if run.record["status"] == "ok"}
+    logs = {
+        record["spec"]["variant"]: Run(record, Path(runs, record["group"], record["run_id"]))
+        for record in records
+    }
+    steps = {
+        name: run.steps().dropna(subset="loss")
+        for name, run in logs.items()
+        if run.record["status"] == "ok"
+    }
     if not steps or any(log.empty for log in steps.values()):
-        raise NotMeasured("; ".join(f"{record['run_id']} is {record['status']}" for record in records))
+        raise NotMeasured(
+            "; ".join(f"{record['run_id']} is {record['status']}" for record in records)
+        )
     ends = [f"{log['loss'].iloc[-20:].mean():.2f} in {name}" for name, log in steps.items()]
     figure = style.new_figure(f"Training loss at the end: {', '.join(ends)}", "", 3.2)
     left, right = figure.subplots(1, 2)
     for name, log in steps.items():
-        left.plot(log["step"], log["loss"].rolling(20, min_periods=1).mean(), linewidth=1, label=name)
+        left.plot(
+            log["step"], log["loss"].rolling(20, min_periods=1).mean(), linewidth=1, label=name
+        )
         right.plot(log["step"], log["ms"], linewidth=1)
-    right.axvline(records[0]["spec"]["preset"]["measure_from"], color="0.4", linestyle="--", linewidth=1)
+    right.axvline(
+        records[0]["spec"]["preset"]["measure_from"], color="0.4", linestyle="--", linewidth=1
+    )
     left.set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")
-    right.set(xlabel="optimizer step (timed right of the dashed line)", ylabel="step in ms", yscale="log")
+    right.set(
+        xlabel="optimizer step (timed right of the dashed line)", ylabel="step in ms", yscale="log"
+    )
     left.legend(fontsize=8)
     return figure
 
@@ -122,10 +158,14 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
 def profiles(runs: pd.DataFrame) -> pd.DataFrame:
     """The profiles beside the runs of a group, in table order: variant, micro_batch, name, profile, and the peak of its
     memory beside the run's, peak_mib and recorded_mib. Raises NotMeasured if there is none."""
-    found = runs.rename(columns={"spec.variant": "variant", "memory.peak_alloc_mib": "recorded_mib"})
+    found = runs.rename(
+        columns={"spec.variant": "variant", "memory.peak_alloc_mib": "recorded_mib"}
+    )
     found = found.assign(profile=[run.profile() for run in runs["run"]]).dropna(subset="profile")
     if found.empty:
-        raise NotMeasured("no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one")
+        raise NotMeasured(
+            "no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one"
+        )
     found = found.sort_values("variant", key=place, kind="stable").reset_index(drop=True)
     found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     several = found["micro_batch"].nunique() > 1
@@ -148,7 +188,11 @@ def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
     env = profile["env"]
     note = f"Group {profile['group']}, profiled apart from its timed runs, micro-batch {', '.join(map(str, sizes))}. "
     note += f"{style.code(', '.join(code))}. "
-    note += f"{env['gpu']}, host {env['cpu']}." if env["gpu"] else f"Operators' own times. {style.CPU_CAVEAT}."
+    note += (
+        f"{env['gpu']}, host {env['cpu']}."
+        if env["gpu"]
+        else f"Operators' own times. {style.CPU_CAVEAT}."
+    )
     return style.new_figure(title, note, height)
 
 
@@ -162,7 +206,11 @@ def fig_step(runs: pd.DataFrame) -> Figure:
         raise NotMeasured(f"no profile of {first} beside another variant's at the same micro-batch")
     shown = found[found["micro_batch"] == both.max()].set_index("variant")["profile"].to_dict()
     base = shown.pop(first)
-    best = RECOMMENDED if RECOMMENDED in shown else min(shown, key=lambda name: shown[name]["time"]["step_ms"])
+    best = (
+        RECOMMENDED
+        if RECOMMENDED in shown
+        else min(shown, key=lambda name: shown[name]["time"]["step_ms"])
+    )
     return step({first: base, best: shown[best]})
 
 
@@ -170,7 +218,9 @@ def step(shown: dict[str, dict]) -> Figure:
     """What a step of each of some profiles {name: profile} spends its time on: a bar a phase, a block a part of the
     model; as it was without the profiler."""
     times = [profile["time"] for profile in shown.values()]
-    title = "A step takes " + ", ".join(f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown)
+    title = "A step takes " + ", ".join(
+        f"{number(shown[name]['time']['step_ms'])} ms in {name}" for name in shown
+    )
     if times[-1]["step_ms"] < times[0]["step_ms"]:
         before, after = (pd.DataFrame(times[at]["parts"]).sum(axis="columns") for at in (0, -1))
         parts = before.sub(after, fill_value=0.0).nlargest(2).index
@@ -178,7 +228,11 @@ def step(shown: dict[str, dict]) -> Figure:
     figure = profile_figure(title, shown, 1.4 + 1.3 * len(shown))
     axes = figure.subplots(len(shown), squeeze=False)[:, 0]
     for axis, name, time in zip(axes, shown, times, strict=True):
-        table = pd.DataFrame(time["parts"]).T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
+        table = (
+            pd.DataFrame(time["parts"])
+            .T.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"])
+            .fillna(0.0)
+        )
         table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
         style.stack(axis, table, PART_COLORS)
         style.columns(axis, {"ms": table.sum(axis="columns").map(number)})
@@ -190,7 +244,12 @@ def step(shown: dict[str, dict]) -> Figure:
     for axis in axes:
         axis.set_xlim(0, reach)
         for bars in axis.containers:  # a wide one has room for its number
-            axis.bar_label(bars, fmt=lambda ms: number(ms) if ms > reach / 25 else "", label_type="center", fontsize=7)
+            axis.bar_label(
+                bars,
+                fmt=lambda ms: number(ms) if ms > reach / 25 else "",
+                label_type="center",
+                fontsize=7,
+            )
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure
@@ -201,14 +260,19 @@ def fig_phases(runs: pd.DataFrame) -> Figure:
     memory than the run they lie beside."""
     found = profiles(runs)
     ours, theirs = (found[name].astype(float) for name in ("peak_mib", "recorded_mib"))
-    return phases(found[~((ours - theirs).abs() > SAME * theirs)].set_index("name")["profile"].to_dict())
+    return phases(
+        found[~((ours - theirs).abs() > SAME * theirs)].set_index("name")["profile"].to_dict()
+    )
 
 
 def phases(shown: dict[str, dict]) -> Figure:
     """As fig_phases, for some profiles {name: profile}; those without memory are left out."""
     shown = with_memory(shown)
     memory = pd.DataFrame({name: profile["memory"] for name, profile in shown.items()}).T
-    table = memory[[f"{key}_mib" for key in HELD.values()]].astype(float).set_axis([*HELD], axis=1) / 1024
+    table = (
+        memory[[f"{key}_mib" for key in HELD.values()]].astype(float).set_axis([*HELD], axis=1)
+        / 1024
+    )
     ended = memory["peak_phase"] == "optimizer"  # the activations are gone by then
     table.loc[ended, "gradients and workspace"] += memory["grads_mib"].astype(float) / 1024
     table.loc[ended, "activations"] = 0.0

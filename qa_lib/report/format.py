@@ -9,8 +9,14 @@ from pathlib import Path
 import pandas as pd
 
 MISSING = "–"
-SAYINGS = dict(re.findall(r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("words.md").read_text("utf-8")))
-WORDS = set(SAYINGS["left"].replace("\n", " ").strip().split(", "))  # columns of words, which are set to the left
+SAYINGS = dict(
+    re.findall(
+        r"(?ms)^## (\w+)\n(.*?)(?=^## |\Z)", Path(__file__).with_name("words.md").read_text("utf-8")
+    )
+)
+WORDS = set(
+    SAYINGS["left"].replace("\n", " ").strip().split(", ")
+)  # columns of words, which are set to the left
 
 
 def say(name: str, **values) -> str:
@@ -58,7 +64,10 @@ digits = partial(points, decimals=3)  # a loss or an exponent, whose third decim
 def written(form, table: pd.DataFrame, name: str) -> list[str]:
     """A column of a table as text, with the interval in the column `name±` where there is one."""
     halves = table[f"{name}±"] if f"{name}±" in table else [math.nan] * len(table)
-    return [form(value, *[half] * pd.notna(half)) for value, half in zip(table[name], halves, strict=True)]
+    return [
+        form(value, *[half] * pd.notna(half))
+        for value, half in zip(table[name], halves, strict=True)
+    ]
 
 
 def render(table: pd.DataFrame, heads: str, **forms: str) -> pd.DataFrame:
@@ -69,7 +78,9 @@ def render(table: pd.DataFrame, heads: str, **forms: str) -> pd.DataFrame:
     cells = {}
     for name, _, head in (pair.strip().partition("=") for pair in heads.split(",")):
         plain = name not in named and not pd.api.types.is_float_dtype(table[name])
-        cells[head or name] = table[name].map(str) if plain else written(named.get(name, number), table, name)
+        cells[head or name] = (
+            table[name].map(str) if plain else written(named.get(name, number), table, name)
+        )
     return compact(pd.DataFrame(cells, index=table.index))
 
 
@@ -87,7 +98,9 @@ def markdown(table: pd.DataFrame, words: Iterable[str] = WORDS) -> str:
     for name in set(text).difference(words):
         text[name] = text[name].str.replace(" ", "\u00a0")  # "609 ± 6" stays in one line
     rule = ["---" if name in words else "---:" for name in text]
-    return "\n".join("| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()])
+    return "\n".join(
+        "| " + " | ".join(cells) + " |" for cells in [list(text), rule, *text.to_numpy().tolist()]
+    )
 
 
 def terminal(table: pd.DataFrame, width: int = 100) -> str:
@@ -95,5 +108,8 @@ def terminal(table: pd.DataFrame, width: int = 100) -> str:
     text = table.astype(str)
     widths = {name: max(len(name), *text[name].str.len()) for name in text}
     lines = [dict(zip(text, text, strict=True)), *text.to_dict("records")]
-    aligned = [[f"{line[name]:{'<' if name in WORDS else '>'}{widths[name]}}" for name in text] for line in lines]
+    aligned = [
+        [f"{line[name]:{'<' if name in WORDS else '>'}{widths[name]}}" for name in text]
+        for line in lines
+    ]
     return "\n".join("  ".join(cells).rstrip()[:width] for cells in aligned)

@@ -13,7 +13,9 @@ from qa_lib.archive import read_runs, say_left_out
 from qa_lib.errors import UserError
 from qa_lib.variants import BASELINES, TASKS, VARIANTS
 
-REFERENCE = TASKS["qa"]["reference"]  # the group that README.md and the advice for a card speak of, where it is there
+REFERENCE = TASKS["qa"][
+    "reference"
+]  # the group that README.md and the advice for a card speak of, where it is there
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.preset.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.preset.epochs", "spec.preset.learning_rate"
@@ -29,9 +31,27 @@ COLUMNS, MEASURES, CARDS = map(read_table, ("columns", "measures", "cards"))
 # What may differ within a group, as columns of the frame -> the name for people.
 AXES = COLUMNS[COLUMNS["kind"] == "axis"].set_index("name")["heading"].to_dict()
 # What must be equal within a group, or a ratio would compare different work; but for what the axes hold.
-IDENTITY = ("spec.hardware", "spec.preset.", "spec.search", "spec.sm", "data.name", "data.sha256", *TASK[:2])
-OF_AXES = (LENGTH, "spec.preset.stride", EPOCHS, RATE, BATCH, BATCH_TOKENS)  # the stride follows from the length
-FULL_SAMPLES, FULL_EPOCHS = 131_754, 3  # of all of SQuAD v2's training questions at 384/128; its epochs
+IDENTITY = (
+    "spec.hardware",
+    "spec.preset.",
+    "spec.search",
+    "spec.sm",
+    "data.name",
+    "data.sha256",
+    *TASK[:2],
+)
+OF_AXES = (
+    LENGTH,
+    "spec.preset.stride",
+    EPOCHS,
+    RATE,
+    BATCH,
+    BATCH_TOKENS,
+)  # the stride follows from the length
+FULL_SAMPLES, FULL_EPOCHS = (
+    131_754,
+    3,
+)  # of all of SQuAD v2's training questions at 384/128; its epochs
 
 
 class ReportError(UserError):
@@ -59,13 +79,29 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
     or, where nothing is scored, its size, as speed depends on that and not on the weights; `precision` 'own' unless
     another than the variant's was asked for; `training` as '3 epochs at 0.0002'; `world` as many as trained."""
     params = runs["model.params_total"].astype(float)
-    params = params.groupby([runs["model.name"], runs["model.revision"]]).transform("min")  # adapters come on top
+    params = params.groupby([runs["model.name"], runs["model.revision"]]).transform(
+        "min"
+    )  # adapters come on top
     by_revision = runs["spec.preset.quality"] | params.isna()
     revision = runs["model.revision"].str[:7].where(by_revision, params.map("of {:,.0f}".format))
-    seen = numbers(runs, {"tokens": BATCH_TOKENS, "samples": BATCH, "world": "parallel.world", "stages": "spec.stages"})
+    seen = numbers(
+        runs,
+        {
+            "tokens": BATCH_TOKENS,
+            "samples": BATCH,
+            "world": "parallel.world",
+            "stages": "spec.stages",
+        },
+    )
     asked = runs["spec.settings.precision"]
-    own = runs["spec.variant"].map({name: variant.settings.precision for name, variant in VARIANTS.items()})
-    epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore").replace("1 epochs at ", "1 epoch at ")
+    own = runs["spec.variant"].map(
+        {name: variant.settings.precision for name, variant in VARIANTS.items()}
+    )
+    epochs = (
+        runs[EPOCHS]
+        .map("{:g} epochs at ".format, na_action="ignore")
+        .replace("1 epochs at ", "1 epoch at ")
+    )
     return runs.assign(
         model=runs["model.name"] + " " + revision,
         world=seen["world"].fillna(runs["spec.world"]).astype(int),
@@ -85,7 +121,9 @@ def measures(of: str) -> dict[str, str]:
 
 def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
     """Columns of runs as floats, by names of one's own {name: column}; NaN where no record has it."""
-    return runs.reindex(columns=list(columns.values())).set_axis(list(columns), axis=1).astype(float)
+    return (
+        runs.reindex(columns=list(columns.values())).set_axis(list(columns), axis=1).astype(float)
+    )
 
 
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
@@ -98,8 +136,12 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     if chosen.empty:
         known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
         raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
-    chosen = chosen.assign(done=chosen["status"] == "ok").sort_values(["done", "time.started", "run_id"])
-    chosen = chosen.drop_duplicates(["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last")
+    chosen = chosen.assign(done=chosen["status"] == "ok").sort_values(
+        ["done", "time.started", "run_id"]
+    )
+    chosen = chosen.drop_duplicates(
+        ["spec.variant", "spec.seed", "data.sha256", *AXES], keep="last"
+    )
     compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
     for column in (name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES):
         older = compared[column].isin(compared[column].head(1))  # the first began first
@@ -120,7 +162,11 @@ def group_or_none(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
 def newest(runs: pd.DataFrame) -> dict[str, str]:
     """Of each group, when its latest run began; without the groups of tries (see `searches`). The newest is last."""
-    began = runs.groupby("group")["time.started"].max().drop(list(searches(runs))) if len(runs) else pd.Series()
+    began = (
+        runs.groupby("group")["time.started"].max().drop(list(searches(runs)))
+        if len(runs)
+        else pd.Series()
+    )
     return began.sort_values().to_dict()
 
 
@@ -134,9 +180,13 @@ def committed(runs_dir: Path) -> list[str]:
     git."""
     command = ["git", "-C", str(runs_dir), "ls-files", "-z", "--", "*.jsonl"]
     try:
-        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        listed = subprocess.run(
+            command, capture_output=True, text=True, check=True, timeout=20
+        ).stdout
     except (OSError, subprocess.SubprocessError) as problem:
-        raise ReportError(f"cannot ask git which groups of {runs_dir} are committed: {problem}") from problem
+        raise ReportError(
+            f"cannot ask git which groups of {runs_dir} are committed: {problem}"
+        ) from problem
     return sorted(Path(name).stem for name in listed.split("\0") if name)
 
 
@@ -152,8 +202,14 @@ def other_days(runs: pd.DataFrame) -> list[str]:
     that launches kernels faster or slower."""
     timed = runs[runs["speed.samples_per_s"].notna()]
     of_base = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
-    together = timed.groupby("spec.variant")["code.commit"].agg(lambda code: code.isin(of_base).any())
-    return [name for name in VARIANTS if name in together.index and not together[name]] if len(of_base) else []
+    together = timed.groupby("spec.variant")["code.commit"].agg(
+        lambda code: code.isin(of_base).any()
+    )
+    return (
+        [name for name in VARIANTS if name in together.index and not together[name]]
+        if len(of_base)
+        else []
+    )
 
 
 def on_cpu(runs: pd.DataFrame) -> bool:
@@ -220,7 +276,9 @@ def in_order(table: pd.DataFrame) -> pd.DataFrame:
 def commits(runs: pd.DataFrame) -> str:
     """Which versions of the code the runs are of."""
     names = runs["code.commit"].fillna("unknown").str[:7]
-    return ", ".join(sorted(set(names.where(~runs["code.dirty"].eq(True), names + " with changes"))))
+    return ", ".join(
+        sorted(set(names.where(~runs["code.dirty"].eq(True), names + " with changes")))
+    )
 
 
 def published() -> pd.DataFrame:
@@ -231,14 +289,20 @@ def published() -> pd.DataFrame:
     names = {"f1": "score", "train_samples_per_s": "samples_per_s", "peak_alloc_mib": "peak_mib"}
     table = read_table("published").rename(columns=names).set_index("variant")
     base = table.loc[BASELINES["qa"]]
-    return table.assign(ratio=table["samples_per_s"] / base["samples_per_s"], delta=table["score"] - base["score"])
+    return table.assign(
+        ratio=table["samples_per_s"] / base["samples_per_s"], delta=table["score"] - base["score"]
+    )
 
 
 def is_parallel(variants: pd.Series) -> pd.Series:
     """Which variants are for several processes: they are compared with theirs on one GPU (scaling.py)."""
-    return variants.map({name: variant.settings.parallel != "none" for name, variant in VARIANTS.items()}).eq(True)
+    return variants.map(
+        {name: variant.settings.parallel != "none" for name, variant in VARIANTS.items()}
+    ).eq(True)
 
 
 def trains_all(variants: pd.Series) -> pd.Series:
     """Which variants train every parameter."""
-    return variants.map({name: variant.settings.trainable == "all" for name, variant in VARIANTS.items()}).eq(True)
+    return variants.map(
+        {name: variant.settings.trainable == "all" for name, variant in VARIANTS.items()}
+    ).eq(True)

@@ -50,7 +50,9 @@ def describe(spec: Spec) -> str:
     variant, preset = VARIANTS[spec.variant], spec.preset
     said = f"**{variant.name} = {change(variant.name)}**. {variant.why}"
     length = f"{preset.steps:,} steps" if preset.steps else f"epochs: {preset.epochs:g}, steps"
-    size = f"{preset.batch or spec.settings.micro_batch} samples of at most {preset.max_length} tokens"
+    size = (
+        f"{preset.batch or spec.settings.micro_batch} samples of at most {preset.max_length} tokens"
+    )
     trains = f"{spec.model['name']} on {spec.data['name']}, {length} of {size}; learning rate {preset.learning_rate:g}"
     notes = [f"Preset {preset.name}, seed {spec.seed}: {trains}."]
     if newer := since(spec.settings):
@@ -76,8 +78,13 @@ def technique(variant: str) -> str:
         found = attrgetter(name)(import_module(module))
         for wrapped in ("fn", "_init_fn"):  # of a Triton kernel, and of a custom operator
             found = getattr(found, wrapped, found)
-        path, (code, first) = os.path.relpath(inspect.getsourcefile(found)), inspect.getsourcelines(found)
-        said.append(f"[{path}](../{path}#L{first}):\n\n```python\n{textwrap.dedent(''.join(code))}```")
+        path, (code, first) = (
+            os.path.relpath(inspect.getsourcefile(found)),
+            inspect.getsourcelines(found),
+        )
+        said.append(
+            f"[{path}](../{path}#L{first}):\n\n```python\n{textwrap.dedent(''.join(code))}```"
+        )
     return "\n\n".join(said)
 
 
@@ -125,7 +132,9 @@ def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str
     nothing, give way to those of the task's reference group in `runs`."""
     columns = ["variant", "what it changes", *load.AXES.values(), "n", "{score}"]
     if not load.on_cpu(own):
-        return result_table(lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"])
+        return result_table(
+            lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"]
+        )
     table = result_table(lines, [*columns, "status", "note"])
     reference = TASKS[lines["task.name"].iloc[0]]["reference"]
     if reference in set(runs["group"]):
@@ -139,7 +148,9 @@ def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str
 def committed(letter: str) -> str:
     """What the committed records have of a family's variants on a GPU. Raises NotMeasured."""
     every = load.load_runs()
-    own = load.nearest(every, load.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench"))
+    own = load.nearest(
+        every, load.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench")
+    )
     own = own[own["spec.variant"].isin(relatives(find_family(letter)[0]))]
     if own.empty:
         raise load.NotMeasured(f"no committed group has family {letter}")

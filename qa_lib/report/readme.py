@@ -16,7 +16,17 @@ from PIL import Image
 
 from qa_lib.report import load, scaling
 from qa_lib.report.figures import speed_finding, timed
-from qa_lib.report.format import MISSING, factor, gain, markdown, number, percent, points, render, say
+from qa_lib.report.format import (
+    MISSING,
+    factor,
+    gain,
+    markdown,
+    number,
+    percent,
+    points,
+    render,
+    say,
+)
 from qa_lib.report.stats import BASELINE, LEVEL, MARGIN, equivalence
 from qa_lib.report.summary import summary
 from qa_lib.spec import resolve
@@ -27,7 +37,9 @@ from qa_lib.variants import RECOMMENDED, VARIANTS, tagged
 TECHNIQUES = pd.read_csv(Path(__file__).with_name("techniques.csv"), keep_default_na=False)
 STEADY = 0.05  # of a speed, half of its interval at most
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
-NOTHING = "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
+NOTHING = (
+    "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
+)
 
 
 def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
@@ -40,7 +52,9 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
     try:
         before = {page: page.read_text(encoding="utf-8") for page in pages}
     except OSError as problem:
-        raise load.ReportError(f"cannot read {problem.filename} in this folder: {problem.strerror}") from problem
+        raise load.ReportError(
+            f"cannot read {problem.filename} in this folder: {problem.strerror}"
+        ) from problem
     before = {page: text for page, text in before.items() if "<!-- /" in text or page == pages[0]}
     after = dict(before)
     for name, block in BLOCKS.items():
@@ -48,7 +62,9 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
         found = {page: re.search(f"(?s){begin}.*?{end}", text) for page, text in after.items()}
         page = next((page for page, part in found.items() if part), None)
         if page is None:
-            raise load.ReportError(f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}")
+            raise load.ReportError(
+                f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}"
+            )
         try:
             content = block(runs, group, figures) if group else NOTHING
         except load.NotMeasured as reason:
@@ -70,7 +86,15 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
         raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
     before, after, lean = map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
     finding = speed_finding(lines)
-    costs = say("costs", finding=finding, base=BASELINE, variant=RECOMMENDED, before=before, after=after, lean=lean)
+    costs = say(
+        "costs",
+        finding=finding,
+        base=BASELINE,
+        variant=RECOMMENDED,
+        before=before,
+        after=after,
+        lean=lean,
+    )
     said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
     return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
 
@@ -89,9 +113,13 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     table = projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
-        raise load.NotMeasured(f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}")
+        raise load.NotMeasured(
+            f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}"
+        )
     rival = table.loc[minutes.index.intersection(tagged("trainer")), "speed"].idxmax()
-    caveat = "" if table.loc[rival, "cold"] else say("partly_cached", variant=rival, **table.loc[rival])
+    caveat = (
+        "" if table.loc[rival, "cold"] else say("partly_cached", variant=rival, **table.loc[rival])
+    )
     return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
 
 
@@ -103,17 +131,29 @@ def projected(lines: pd.DataFrame) -> pd.DataFrame:
     nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
     """
     if len(lines) and lines["task.name"].iloc[0] != "qa":
-        raise load.NotMeasured("the projection is to SQuAD v2's training questions, and this is another task")
+        raise load.NotMeasured(
+            "the projection is to SQuAD v2's training questions, and this is another task"
+        )
     part = load.usual(lines)
-    part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index("variant")
+    part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index(
+        "variant"
+    )
     if load.baseline(lines) not in part.index:
-        raise load.NotMeasured(f"the baseline has no measured speed at micro-batch {PROJECTED} to project from")
+        raise load.NotMeasured(
+            f"the baseline has no measured speed at micro-batch {PROJECTED} to project from"
+        )
     part = part.loc[[name for name in tagged("headline") if name in part.index]]
     cold = part["compile_s"].astype(float)
-    eager = pd.Series([VARIANTS[name].settings.compile == "none" for name in part.index], part.index)
+    eager = pd.Series(
+        [VARIANTS[name].settings.compile == "none" for name in part.index], part.index
+    )
     compile_s = cold.fillna(part["warm_compile_s"].astype(float)).mask(eager, 0.0)
-    table = pd.DataFrame({"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()})
-    table["minutes"] = (load.FULL_SAMPLES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)) / 60
+    table = pd.DataFrame(
+        {"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()}
+    )
+    table["minutes"] = (
+        load.FULL_SAMPLES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)
+    ) / 60
     return table
 
 
@@ -121,12 +161,22 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
     """The runs that trained the model of the group `own` on its hardware for FULL_EPOCHS, or for one, which stands for
     as many `times`, with nothing compiled before; on the most samples that any had, and with their minutes."""
     params = own.loc[own["spec.variant"] == BASELINE, "model.params_total"]
-    alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(params)
-    whole = runs["status"].eq("ok") & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS]) & runs["spec.search"].eq("")
+    alike = runs["spec.hardware"].isin(own["spec.hardware"]) & runs["model.params_total"].isin(
+        params
+    )
+    whole = (
+        runs["status"].eq("ok")
+        & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS])
+        & runs["spec.search"].eq("")
+    )
     done = runs[alike & whole & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
-    seconds = load.numbers(done, {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"})
+    seconds = load.numbers(
+        done, {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"}
+    )
     times = load.FULL_EPOCHS / done[load.EPOCHS].astype(float)
-    spent = times * seconds["process"].fillna(seconds["run"]) - (times - 1) * seconds["start"].fillna(0.0)  # one start
+    spent = times * seconds["process"].fillna(seconds["run"]) - (times - 1) * seconds[
+        "start"
+    ].fillna(0.0)  # one start
     done = done.assign(times=times, minutes=spent / 60, training="").dropna(subset="minutes")
     return load.largest_batch(done[done["spec.n_train"] == done["spec.n_train"].max()])
 
@@ -140,7 +190,11 @@ def _rivals(minutes: pd.Series) -> str:
     found = {words: minutes.reindex(names).min() for words, names in ways.items()}
     said = [words.format(least) for words, least in found.items() if pd.notna(least)]
     trainer = minutes.index.isin([*tagged("default"), *tuned]).any()
-    return ", and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said) if trainer else ""
+    return (
+        ", and ".join([", ".join(said[:-1]), said[-1]] if len(said) > 1 else said)
+        if trainer
+        else ""
+    )
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
@@ -158,7 +212,11 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
 
 def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     said, gpus = "**Not shown:**", sorted(set(runs["env.gpu"].dropna()))
-    if not runs.loc[runs["quality.f1"].notna(), "model.params_total"].isin(own["model.params_total"]).any():
+    if (
+        not runs.loc[runs["quality.f1"].notna(), "model.params_total"]
+        .isin(own["model.params_total"])
+        .any()
+    ):
         said += " the F1 of BERT-base itself; and"
     said += f" anything on any card but the {' and '.join(gpus)}"
     return said + ("." if "Tesla T4" in gpus else ": no T4 has run anything.")
@@ -179,7 +237,9 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return markdown(pd.DataFrame(table))
 
 
-def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str] = ()) -> pd.DataFrame:
+def headline_table(
+    runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str] = ()
+) -> pd.DataFrame:
     """The variants of a group at its largest micro-batch as text: what each is, n, speed, memory and the score at the
     best threshold against the baseline's by the runs `judged`. Of the variants these `names`, or those with the tag
     `headline`; all where none of them ran. The memory is what PyTorch reserved: what it counts as allocated leaves out
@@ -191,7 +251,9 @@ def headline_table(runs: pd.DataFrame, judged: pd.DataFrame, names: Iterable[str
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=lines["reserved_mib"] / 1024, why=words)
     heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
-    with contextlib.suppress(load.NotMeasured):  # the columns are left out, and the table of quality says why
+    with contextlib.suppress(
+        load.NotMeasured
+    ):  # the columns are left out, and the table of quality says why
         tested = equivalence(load.usual(judged)).dropna(subset="delta±")
         lines = lines.join(tested[["best_delta", "best_delta±"]])
         heads += ", best_delta=ΔF1"
@@ -233,7 +295,9 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
     lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
     lines = lines[~(lines["samples_per_s±"] > STEADY * lines["speed"])]
-    name, rival, leads = scaling.lead(lines[lines["variant"].isin([RECOMMENDED, *tagged("trainer"), *tagged("plain")])])
+    name, rival, leads = scaling.lead(
+        lines[lines["variant"].isin([RECOMMENDED, *tagged("trainer"), *tagged("plain")])]
+    )
     if len(leads) < 2:
         raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
@@ -258,7 +322,9 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs come to, of the group's kind where that has run, with its picture."""
     own = load.nearest(runs, group, "parallel")
     finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
-    measured = say("several", finding=finding, group=name, code=load.commits(own), gpu=own["env.gpu"].iloc[0])
+    measured = say(
+        "several", finding=finding, group=name, code=load.commits(own), gpu=own["env.gpu"].iloc[0]
+    )
     said = f"{measured} {scaling.projected_words(scaling.projection(own))}"
     return scaling.worded("\n\n".join([said, *_picture(figures / name / "scaling.png")]), own)
 
@@ -277,7 +343,9 @@ def _picture(path: Path) -> list[str]:
     if not path.is_file():
         return []
     with Image.open(path) as image:
-        return [f"![{image.text.get('Title', path.stem)}]({Path(os.path.relpath(path)).as_posix()})"]
+        return [
+            f"![{image.text.get('Title', path.stem)}]({Path(os.path.relpath(path)).as_posix()})"
+        ]
 
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -293,7 +361,9 @@ def cards_table() -> pd.DataFrame:
 
     data, model = {"name": "squad_v2", "sha256": ""}, {"name": "bert-base-uncased", "revision": ""}
     lines = []
-    for card, sm, gib in load.CARDS.dropna(subset="card")[["card", "sm", "gib"]].itertuples(index=False):
+    for card, sm, gib in load.CARDS.dropna(subset="card")[["card", "sm", "gib"]].itertuples(
+        index=False
+    ):
         machine = dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib))
         asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
         found = choose(asked, machine, os.devnull)  # where no card has failed
@@ -321,4 +391,7 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
 
 
-BLOCKS = {block.__name__: block for block in (headline, techniques, variants, several, language, cards, groups)}
+BLOCKS = {
+    block.__name__: block
+    for block in (headline, techniques, variants, several, language, cards, groups)
+}

@@ -25,10 +25,15 @@ from qa_lib.report.stats import interval
 from qa_lib.report.summary import average
 from qa_lib.variants import VARIANTS, Settings, tagged
 
-REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
+REFERENCE = (
+    Preset.effective_batch
+)  # samples of the batch whose efficiency is 1, as in train/grad_noise.py
 WHERE = ["variant", "world", "stages"]  # a variant, and the GPUs that it ran on
 KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
-SPREADS = {"apart": r"parallel\.rank_step_ms\.\d+", "unbalanced": r"parallel\.rank_computing_ms\.\d+"}
+SPREADS = {
+    "apart": r"parallel\.rank_step_ms\.\d+",
+    "unbalanced": r"parallel\.rank_computing_ms\.\d+",
+}
 SIZES = ("length", "batch", "micro_batch")
 STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
 PEAKS = r"memory\.peak_alloc_mib|parallel\.rank_peak_mib\.\d+"
@@ -53,7 +58,9 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     GPUs.
     """
     done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
-    alike = [part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)]
+    alike = [
+        part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)
+    ]
     done = max(alike, key=len, default=done)
     if not load.is_parallel(done["spec.variant"]).any():
         raise load.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
@@ -63,12 +70,18 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
         of_ranks = done.filter(regex=f"^{pattern}$").astype(float)
         values[name] = of_ranks.max(axis="columns") / of_ranks.min(axis="columns") - 1
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})[[*KEYS, "seed"]]
-    values = values.assign(code=done["code.commit"]).set_index(pd.MultiIndex.from_frame(keys)).sort_index()
+    values = (
+        values.assign(code=done["code.commit"])
+        .set_index(pd.MultiIndex.from_frame(keys))
+        .sort_index()
+    )
     lines = average(values.drop(columns="code"), KEYS)
     lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
     exposed = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(exposed)
-    return lines.join(pd.DataFrame([_compared(values[["speed", "code"]], line) for line in lines.itertuples()]))
+    return lines.join(
+        pd.DataFrame([_compared(values[["speed", "code"]], line) for line in lines.itertuples()])
+    )
 
 
 def _compared(timed: pd.DataFrame, line) -> dict:
@@ -89,18 +102,25 @@ def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None,
     """The variant that is another's one GPU at that batch, and its samples/s and code by seed; without any if nothing
     was run, or if the variant is none for several GPUs."""
     timed = timed.dropna(subset="speed")
-    alone = timed[(timed.index.get_level_values("world") == 1) & (timed.index.get_level_values("batch") == batch)]
+    alone = timed[
+        (timed.index.get_level_values("world") == 1)
+        & (timed.index.get_level_values("batch") == batch)
+    ]
     for name in (one_gpu(variant), variant) if one_gpu(variant) != variant else ():
         if name in alone.index.get_level_values("variant"):
             sizes = alone.loc[name]
             quickest = sizes["speed"].groupby(level="micro_batch").mean().idxmax()
-            return name, sizes.xs(quickest, level="micro_batch").droplevel(["world", "stages", "batch"])
+            return name, sizes.xs(quickest, level="micro_batch").droplevel(
+                ["world", "stages", "batch"]
+            )
     return None, timed[:0].droplevel(KEYS)
 
 
 def worded(text: str, runs: pd.DataFrame) -> str:
     """A text about GPUs: on a CPU, where each would be, is a process."""
-    return text.replace("GPUs", "processes").replace("GPU", "process") if load.on_cpu(runs) else text
+    return (
+        text.replace("GPUs", "processes").replace("GPU", "process") if load.on_cpu(runs) else text
+    )
 
 
 def common(lines: pd.DataFrame, kind: str) -> list[int]:
@@ -114,7 +134,9 @@ def common(lines: pd.DataFrame, kind: str) -> list[int]:
 def at(lines: pd.DataFrame, kind: str, size: int) -> pd.DataFrame:
     """The timed lines of an effective batch (`strong`), or of so many samples a GPU (`weak`); of each variant, world
     and stages the quickest."""
-    chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(subset=["speed"])
+    chosen = lines[lines["batch"] == (size if kind == "strong" else size * lines["world"])].dropna(
+        subset=["speed"]
+    )
     return chosen.loc[sorted(chosen.groupby(WHERE)["speed"].idxmax())]
 
 
@@ -125,16 +147,28 @@ def speed_finding(lines: pd.DataFrame) -> str:
     for kind in ("weak", "strong"):
         sizes = common(lines, kind)
         chosen = at(lines, kind, sizes[0]) if sizes else lines[:0]
-        found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(["world", "speed"])
+        found[kind] = chosen[(chosen["world"] > 1) & chosen[kind].notna()].sort_values(
+            ["world", "speed"]
+        )
     every = pd.concat(found.values())
     if every.empty:
-        raise load.NotMeasured("no variant was run on one GPU and on several at one batch, or at one batch a GPU")
+        raise load.NotMeasured(
+            "no variant was run on one GPU and on several at one batch, or at one batch a GPU"
+        )
     tried = every[every["variant"].isin(tagged("headline"))]
     shown = (tried if len(tried) else every).sort_values("speed")["variant"].iloc[-1]
-    last = {kind: own.iloc[-1] for kind, part in found.items() if len(own := part[part["variant"] == shown])}
+    last = {
+        kind: own.iloc[-1]
+        for kind, part in found.items()
+        if len(own := part[part["variant"] == shown])
+    }
     said = [
         f"{factor(line[kind] * line['world'])} as fast as one at "
-        + (f"{line['batch'] // line['world']} samples each" if kind == "weak" else f"{line['batch']} in all")
+        + (
+            f"{line['batch'] // line['world']} samples each"
+            if kind == "weak"
+            else f"{line['batch']} in all"
+        )
         for kind, line in last.items()
     ]
     said[1:] = [text.replace(" as fast as one", "") for text in said[1:]]
@@ -164,8 +198,15 @@ def projected_words(found: dict) -> str:
     """`projection` as a sentence, with the arithmetic."""
     compiled = f" + {number(found['compile_s'])} s of compilation" if found["compile_s"] else ""
     compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
-    samples, seconds, speed = load.FULL_SAMPLES * load.FULL_EPOCHS, number(found["seconds"]), number(found["speed"])
-    return say("projected", **found | {"samples": samples, "seconds": seconds, "speed": speed, "compiled": compiled})
+    samples, seconds, speed = (
+        load.FULL_SAMPLES * load.FULL_EPOCHS,
+        number(found["seconds"]),
+        number(found["speed"]),
+    )
+    return say(
+        "projected",
+        **found | {"samples": samples, "seconds": seconds, "speed": speed, "compiled": compiled},
+    )
 
 
 def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
@@ -190,11 +231,17 @@ def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
     """The running noise scale phi, in samples, a line a logged step of `most_batches` that has one: batch, seed, step,
     done (the share of the training), phi. Raises NotMeasured."""
     parts = [
-        steps.reindex(columns=["step", "phi"]).assign(batch=batch, seed=seed, done=steps["step"] / steps["step"].max())
-        for batch, seed, steps in most_batches(logs)[["batch", "seed", "log"]].itertuples(index=False)
+        steps.reindex(columns=["step", "phi"]).assign(
+            batch=batch, seed=seed, done=steps["step"] / steps["step"].max()
+        )
+        for batch, seed, steps in most_batches(logs)[["batch", "seed", "log"]].itertuples(
+            index=False
+        )
     ]
     found = pd.concat(parts).dropna()
-    found = found[found["phi"] > 0].reset_index(drop=True)  # noise may hide the gradient, and phi then is no number
+    found = found[found["phi"] > 0].reset_index(
+        drop=True
+    )  # noise may hide the gradient, and phi then is no number
     if found.empty:
         raise load.NotMeasured("no log has a noise scale (phi)")
     return found
@@ -211,7 +258,9 @@ def efficiencies(logs: pd.DataFrame, batches: Iterable[int]) -> pd.Series:
 def reference_phi(logs: pd.DataFrame) -> pd.DataFrame:
     """Of `noise_scales` those at batch REFERENCE, or at the smallest that has any."""
     phi = noise_scales(logs)
-    return phi[phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min())]
+    return phi[
+        phi["batch"] == (REFERENCE if REFERENCE in set(phi["batch"]) else phi["batch"].min())
+    ]
 
 
 def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
@@ -224,11 +273,15 @@ def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
         raise load.NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
     curves = [_smoothed(log) for log in logs["log"]]
     loss = max(curve.min() for curve in curves)
-    last = [log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)]
+    last = [
+        log["step"].max() * batch for log, batch in zip(logs["log"], logs["batch"], strict=True)
+    ]
     samples = [(curve <= loss).idxmax() * n for curve, n in zip(curves, last, strict=True)]
     table = logs.assign(samples=samples).groupby(["seed", "batch"])["samples"].mean().unstack()
     shares = table[[REFERENCE]].to_numpy() / table
-    found = pd.DataFrame({"measured": shares.mean(), "measured±": interval(shares)}).query(f"batch > {REFERENCE}")
+    found = pd.DataFrame({"measured": shares.mean(), "measured±": interval(shares)}).query(
+        f"batch > {REFERENCE}"
+    )
     return found.assign(predicted=efficiencies(logs, found.index)), loss
 
 
@@ -252,7 +305,9 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     found = load.numbers(runs, load.measures("points") | {"predicted": "predicted"})
     # A variant that pads to the longest of a batch peaks at one of full length; a packed one has what it computes.
     packed = found["tokens"] / found["speed"] * runs["micro_batch"]
-    found["tokens"] = packed.where(runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"])
+    found["tokens"] = packed.where(
+        runs["spec.settings.padding"] == "packed", runs["micro_batch"] * runs["length"]
+    )
     found["states"] = found[["params", "grads", "optimizer"]].sum(axis="columns", skipna=False)
     found[["gib", "predicted", "states"]] /= 1024
     found["oom"] = (runs["status"] == "oom").astype(float)
@@ -270,7 +325,9 @@ def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
     groups = table.groupby(others)
     if not len(groups):
         raise load.NotMeasured("the group has no runs of these variants")
-    values, part = max(groups, key=lambda group: (group[1][size].nunique(), len(group[1]), group[0]))
+    values, part = max(
+        groups, key=lambda group: (group[1][size].nunique(), len(group[1]), group[0])
+    )
     if part[size].nunique() < 2:
         raise load.NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
     given = zip(others, values, strict=True)
@@ -292,13 +349,19 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
     """Of the variants of the visible loop the one that is quickest at any micro-batch, of transformers.Trainer's with
     the compiler and plain PyTorch's the same, and by what factor the first is quicker, by micro-batch. Raises
     NotMeasured where no micro-batch has both: a lead over the Trainer as it comes would be the larger one."""
-    speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(axis="columns", how="all")
-    speeds = speeds[speeds.index > 1]  # a pass of one sample waits for the host, whatever the variant
+    speeds = part.pivot(index="micro_batch", columns="variant", values="speed").dropna(
+        axis="columns", how="all"
+    )
+    speeds = speeds[
+        speeds.index > 1
+    ]  # a pass of one sample waits for the host, whatever the variant
     settings = {name: VARIANTS[name].settings for name in speeds}
     others = [name for name, own in settings.items() if own.engine == Settings.engine]
     rivals = [name for name in settings if name not in others and settings[name].compile != "none"]
     if not rivals or not others:
-        raise load.NotMeasured("no speed of both the visible loop and the Trainer with the compiler")
+        raise load.NotMeasured(
+            "no speed of both the visible loop and the Trainer with the compiler"
+        )
     loop, rival = (speeds[chosen].max().idxmax() for chosen in (others, rivals))
     factors = (speeds[loop] / speeds[rival]).dropna()
     if factors.empty:

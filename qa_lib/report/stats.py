@@ -27,7 +27,9 @@ def interval(values):
     Series, of each column of a table, or of each group of a groupby. (`stdtrit` is the quantile of t, as
     scipy.stats.t.ppf, which takes longer to import.)"""
     n = values.count()
-    half = stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    half = (
+        stdtrit(np.maximum(n - 1, 1), 0.5 + LEVEL / 200) * values.std() / np.sqrt(np.maximum(n, 1))
+    )
     return half * np.where(n >= 3, 1.0, math.nan)
 
 
@@ -39,7 +41,9 @@ def by_seed(runs: pd.DataFrame, column: str = F1) -> pd.DataFrame:
     return found.groupby([scored["spec.seed"], scored["spec.variant"]]).mean().unstack()
 
 
-def compare(runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = F1) -> tuple[float, float]:
+def compare(
+    runs: pd.DataFrame, variant: str, base: str = BASELINE, column: str = F1
+) -> tuple[float, float]:
     """A variant's score minus another's over the seeds that both have, and half its interval, NaN below three seeds.
     Raises NotMeasured where no seed has both."""
     found = by_seed(runs, column).reindex(columns=[variant, base]).dropna()
@@ -69,20 +73,34 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     micro-batch. Raises NotMeasured where no variant has an interval.
     """
     if len(runs) and runs["task.name"].iloc[0] != "qa":
-        raise NotMeasured("no margin of this task's score is set within which variants count as equal")
+        raise NotMeasured(
+            "no margin of this task's score is set within which variants count as equal"
+        )
     columns = {}
     for name, column in (("", F1), ("best_", BEST_F1)):
         scores = by_seed(runs, column)
         if BASELINE not in scores:
             raise NotMeasured(f"{BASELINE} has no F1")
         found = scores.sub(scores[BASELINE], axis="index")
-        columns |= {f"{name}n": found.count(), f"{name}delta": found.mean(), f"{name}delta±": interval(found)}
+        columns |= {
+            f"{name}n": found.count(),
+            f"{name}delta": found.mean(),
+            f"{name}delta±": interval(found),
+        }
     table = pd.DataFrame(columns).query("n > 0 and best_n > 0").drop(columns="best_n")
-    faulty = [name for name, variant in VARIANTS.items() if variant.settings.fault == "positional-join"]
+    faulty = [
+        name for name, variant in VARIANTS.items() if variant.settings.fault == "positional-join"
+    ]
     table = in_order(table.drop([BASELINE, *faulty], errors="ignore").rename_axis("variant"))
     if not table["delta±"].notna().any():
-        raise NotMeasured(f"no variant of {runs['group'].iloc[0]} shares three seeds with {BASELINE}")
-    both = zip(table[["delta", "delta±"]].to_numpy(), table[["best_delta", "best_delta±"]].to_numpy(), strict=True)
+        raise NotMeasured(
+            f"no variant of {runs['group'].iloc[0]} shares three seeds with {BASELINE}"
+        )
+    both = zip(
+        table[["delta", "delta±"]].to_numpy(),
+        table[["best_delta", "best_delta±"]].to_numpy(),
+        strict=True,
+    )
     told = [min(verdict(one), verdict(other), key=list(VERDICTS).index) for one, other in both]
     return table.assign(verdict=told)
 

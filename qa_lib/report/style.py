@@ -31,8 +31,17 @@ DPI = 150  # of files; a notebook shows 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
-KINDS = {"baseline": GREEN, "this library": BLUE, "the Trainer": GREY, "plain PyTorch": ORANGE}  # of variants
-ENGINES = {"loop": "this library", "trainer": "the Trainer", "plain": "plain PyTorch"}  # without the baseline
+KINDS = {
+    "baseline": GREEN,
+    "this library": BLUE,
+    "the Trainer": GREY,
+    "plain PyTorch": ORANGE,
+}  # of variants
+ENGINES = {
+    "loop": "this library",
+    "trainer": "the Trainer",
+    "plain": "plain PyTorch",
+}  # without the baseline
 THOUSANDS = "{x:,g}"  # numbers on axes, as tables have them
 SPOILT = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError)  # of a spoilt record
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
@@ -66,8 +75,13 @@ def new_figure(title: str, note: str, height: float) -> Figure:
 
 def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Figure:
     """As new_figure, of a group's runs: a CPU's say so, and the caption ends with group and GPU."""
-    where = [f"Group {runs['group'].iloc[0]}", *(sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT])]
-    return new_figure("On a CPU: " * on_cpu(runs) + title, ". ".join(filter(None, [note, *where])) + ".", height)
+    where = [
+        f"Group {runs['group'].iloc[0]}",
+        *(sorted(set(runs["env.gpu"].dropna())) or [CPU_CAVEAT]),
+    ]
+    return new_figure(
+        "On a CPU: " * on_cpu(runs) + title, ". ".join(filter(None, [note, *where])) + ".", height
+    )
 
 
 def code(versions: str) -> str:
@@ -98,7 +112,14 @@ def columns(axis: Axes, table: dict[str, Iterable[str]]) -> None:
         place = {"textcoords": "offset points", "ha": "right", "fontsize": 8}
         axis.annotate(head, (1, 1), (right, 4), xycoords="axes fraction", color="0.35", **place)
         for height, text in enumerate(column):
-            axis.annotate(text, (1, height), (right, 0), xycoords=axis.get_yaxis_transform(), va="center", **place)
+            axis.annotate(
+                text,
+                (1, height),
+                (right, 0),
+                xycoords=axis.get_yaxis_transform(),
+                va="center",
+                **place,
+            )
 
 
 def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
@@ -135,7 +156,9 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
     """Title and PNG of each figure that was drawn into a folder; without links, and what cannot be read as one."""
     found = []
     for path in sorted(folder.glob("*.png")):
-        with contextlib.suppress(OSError, SyntaxError, ValueError):  # as Pillow calls what is no PNG
+        with contextlib.suppress(
+            OSError, SyntaxError, ValueError
+        ):  # as Pillow calls what is no PNG
             if not path.is_symlink():
                 with Image.open(path, formats=["PNG"]) as image:
                     found.append((image.text.get("Title", path.stem), path.read_bytes()))
@@ -144,7 +167,9 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
 
 def digest(runs: pd.DataFrame) -> str:
     """What a figure of these runs was drawn from: the same for the same records."""
-    records = [run.record for run in runs["run"]]  # and not the frame, whose types depend on what else was loaded
+    records = [
+        run.record for run in runs["run"]
+    ]  # and not the frame, whose types depend on what else was loaded
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -152,7 +177,10 @@ def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:
     """A figure as PNG with its title, and `more`, in the file; without date and software version, so that equal figures
     are equal bytes. 256 colours, which no eye tells from the drawn ones, make it a third as large."""
     for side in (side for axis in figure.axes for side in (axis.xaxis, axis.yaxis)):
-        if isinstance(side.get_major_formatter(), ScalarFormatter) and max(side.get_view_interval()) >= 1000:
+        if (
+            isinstance(side.get_major_formatter(), ScalarFormatter)
+            and max(side.get_view_interval()) >= 1000
+        ):
             side.set_major_formatter(THOUSANDS)
     drawn, stream, info = io.BytesIO(), io.BytesIO(), PngInfo()
     for key, text in {"Title": title_of(figure), **more}.items():
@@ -180,10 +208,14 @@ def show(made_of: Callable, *sources, save: str | Path = "", name: str = ""):
         kept = {}
         if save:
             runs = sources[0]
-            path = Path(save, runs["group"].iloc[0], f"{name or made_of.__name__.removeprefix('fig_')}.png")
+            path = Path(
+                save, runs["group"].iloc[0], f"{name or made_of.__name__.removeprefix('fig_')}.png"
+            )
             write_atomically(path, png(made, Records=digest(runs)))
             kept = {"file": path.as_posix()}
-        return display.Image(png(made, 100), width=round(100 * WIDTH), alt=title_of(made), metadata=kept)
+        return display.Image(
+            png(made, 100), width=round(100 * WIDTH), alt=title_of(made), metadata=kept
+        )
     except SPOILT as problem:
         return display.Markdown(f"*Not shown: {reason(problem)}.*")
 

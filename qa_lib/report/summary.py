@@ -11,7 +11,17 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.report import format as forms
-from qa_lib.report.load import AXES, CARDS, COLUMNS, TASK, baseline, found_compiled, in_order, measures, numbers
+from qa_lib.report.load import (
+    AXES,
+    CARDS,
+    COLUMNS,
+    TASK,
+    baseline,
+    found_compiled,
+    in_order,
+    measures,
+    numbers,
+)
 from qa_lib.report.stats import interval
 from qa_lib.variants import BASELINES, VARIANTS
 
@@ -36,9 +46,13 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     baseline's, with `delta±` over the seeds that both have; break_even (optimizer steps after which compilation is made
     up for; inf: never).
     """
-    runs = runs.assign(cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"])
+    runs = runs.assign(
+        cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"]
+    )
     done = runs[runs["status"] == "ok"]
-    values = _measured(done).set_index(pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]]))
+    values = _measured(done).set_index(
+        pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]])
+    )
     base = values[values.index.get_level_values("variant") == baseline(runs)].droplevel("variant")
     same_seed = base.reindex(values.index.droplevel("variant")).set_axis(values.index)
     values["delta"] = values["score"] - same_seed["score"]
@@ -48,11 +62,22 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     of_base = average(base, ["cell"]).reindex(lines.index, level="cell")
     lines["ratio"] = lines["samples_per_s"] / of_base["samples_per_s"]
     lines["ratio±"] = lines["ratio±"].where(lines["paired"] == 1)
-    lines["warm_compile_s"] = values["warm_compile_s"].groupby(level=["cell", "variant"]).max()  # without a cache
-    lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = math.nan
+    lines["warm_compile_s"] = (
+        values["warm_compile_s"].groupby(level=["cell", "variant"]).max()
+    )  # without a cache
+    lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = (
+        math.nan
+    )
     saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
-    lines["break_even"] = (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
-    found = _described(runs).join(lines.drop(columns=["paired", "paired±"])).fillna({"n": 0}).astype({"n": int})
+    lines["break_even"] = (
+        (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
+    )
+    found = (
+        _described(runs)
+        .join(lines.drop(columns=["paired", "paired±"]))
+        .fillna({"n": 0})
+        .astype({"n": int})
+    )
     found = in_order(found.reset_index("cell")).sort_values("cell", kind="stable")
     return found.drop(columns="cell").reset_index()
 
@@ -63,8 +88,15 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
     its last part."""
     metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
     values = numbers(runs, measures("summary") | {"score": metric})
-    peak = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float).where(runs["spec.settings.precision"] != "fp32")
-    values["mfu"] = values["gemm_utilization"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
+    peak = (
+        runs["env.gpu"]
+        .map(DATA_SHEET_TFLOPS)
+        .astype(float)
+        .where(runs["spec.settings.precision"] != "fp32")
+    )
+    values["mfu"] = (
+        values["gemm_utilization"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
+    )
     values.loc[runs["time.resumed_from_step"].notna(), ["compile_s", "wall_s"]] = math.nan
     cached = found_compiled(runs)
     values["warm_compile_s"] = values["compile_s"].where(cached)
@@ -79,8 +111,13 @@ def _described(runs: pd.DataFrame) -> pd.DataFrame:
     parts = [part for _, part in runs.groupby(keys, sort=False)]
     names = found.index.get_level_values("variant")
     states = [part["status"].value_counts(sort=False) for part in parts]
-    status = [n.index[0] if len(n) == 1 else ", ".join(f"{n[name]} {name}" for name in n.index) for n in states]
-    return found.assign(family=names.str[0], change=names.map(change), status=status, note=list(map(_note, parts)))
+    status = [
+        n.index[0] if len(n) == 1 else ", ".join(f"{n[name]} {name}" for name in n.index)
+        for n in states
+    ]
+    return found.assign(
+        family=names.str[0], change=names.map(change), status=status, note=list(map(_note, parts))
+    )
 
 
 def _note(runs: pd.DataFrame) -> str:
@@ -89,8 +126,16 @@ def _note(runs: pd.DataFrame) -> str:
     said = said.map(lambda text: textwrap.shorten(text, 140, placeholder=" …"))
     resumed = "resumed at step {:.0f}, so no time of the whole run"
     resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
-    seeds_of = runs["spec.seed"].map(str).groupby(said.where(runs["status"] != "ok", resumed), sort=False).agg(list)
-    notes = [text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}" for text, seeds in seeds_of.items()]
+    seeds_of = (
+        runs["spec.seed"]
+        .map(str)
+        .groupby(said.where(runs["status"] != "ok", resumed), sort=False)
+        .agg(list)
+    )
+    notes = [
+        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}"
+        for text, seeds in seeds_of.items()
+    ]
     return "; ".join(notes)
 
 
@@ -116,19 +161,30 @@ def result_table(lines: pd.DataFrame, headings: Iterable[str] = HEADINGS.index) 
     all ok."""
     constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
     constant += ["status"] if lines["status"].eq("ok").all() else []
-    step, low, high = (lines[name].map(forms.number) for name in ("step_ms", "step_p10_ms", "step_p90_ms"))
+    step, low, high = (
+        lines[name].map(forms.number) for name in ("step_ms", "step_p10_ms", "step_p90_ms")
+    )
     lines = lines.assign(
         step=(step + " [" + low + "–" + high + "]").where(step != forms.MISSING, forms.MISSING),
         waits=lines["data_ms"] / lines["step_ms"],
-        tokens_per_s=lines["tokens_per_s"].where(lines["task.name"] == "lm"),  # of questions, half are padding
+        tokens_per_s=lines["tokens_per_s"].where(
+            lines["task.name"] == "lm"
+        ),  # of questions, half are padding
         break_even=lines["break_even"].map(forms.number).replace("inf", "never"),
         note=lines["note"].replace("", forms.MISSING),
     )
     table = {}
     for heading in (heading for heading in headings if heading not in constant):
         column = HEADINGS.loc[heading]
-        name, plain = column["name"], forms.number if pd.api.types.is_float_dtype(lines[column["name"]]) else str
+        name, plain = (
+            column["name"],
+            forms.number if pd.api.types.is_float_dtype(lines[column["name"]]) else str,
+        )
         form = getattr(forms, str(column["form"]), plain)
-        table[heading] = forms.written(form, lines, name) if column["kind"] == "±" else list(lines[name].map(form))
+        table[heading] = (
+            forms.written(form, lines, name)
+            if column["kind"] == "±"
+            else list(lines[name].map(form))
+        )
     names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
     return forms.compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))

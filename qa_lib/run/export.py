@@ -43,7 +43,10 @@ def main(args: argparse.Namespace) -> int:
                     export.update(run)
     else:
         beside = ("profile", "quantized")  # of a record, in an archive
-        records = [{name: value for name, value in run.record.items() if name not in beside} for run in found]
+        records = [
+            {name: value for name, value in run.record.items() if name not in beside}
+            for run in found
+        ]
         record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
     print(f"{out}: {len(found)} runs")
     return 0
@@ -53,7 +56,11 @@ def figures_of(record: dict) -> dict[str, float]:
     """The numbers that a run has measured, named as in its record: 'speed/samples_per_s'."""
     parts = {name: record[name] for name in ("speed", "memory", "energy", "quality", "time")}
     values = pd.json_normalize(parts, sep="/").iloc[0].to_dict()
-    return {name: value for name, value in values.items() if type(value) in (int, float) and value == value}
+    return {
+        name: value
+        for name, value in values.items()
+        if type(value) in (int, float) and value == value
+    }
 
 
 class TensorBoard:
@@ -75,14 +82,18 @@ def wandb(module, folder: Path, **names):
     stand at its last step, are in its summary, too, as everything is that was logged last."""
     folder.mkdir(parents=True, exist_ok=True)
     # Runs that are followed are open at the same time.
-    return module.init(**names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new")
+    return module.init(
+        **names, dir=folder, mode=os.environ.get("WANDB_MODE", "offline"), reinit="create_new"
+    )
 
 
 def trackio(module, folder: Path, **names):
     """A run of trackio: the spec is its config, the figures stand at its last step."""
     # In a context of its own, or it would end the run that was opened before; without a dashboard in a notebook, and
     # without the load of this process, which is not the run's.
-    return contextvars.Context().run(module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False)
+    return contextvars.Context().run(
+        module.init, **names, embed=False, auto_log_cpu=False, auto_log_gpu=False
+    )
 
 
 # By option, which is the name of the package, too: what opens a run with its module. A run has `log` and `finish`.
@@ -99,14 +110,20 @@ class Export:
         try:
             module = importlib.import_module(MODULES.get(tracker, tracker))
         except ImportError:
-            raise UserError(f"this needs a package that is not installed: pip install {tracker}") from None
+            raise UserError(
+                f"this needs a package that is not installed: pip install {tracker}"
+            ) from None
         self.begin = partial(TRACKERS[tracker], module, folder)
         self.open, self.sent = {}, {}  # by run: its tracker, and the last step that this has
 
     def update(self, run: Run) -> None:
         """Send what is new of a run; once it has ended, its figures as well."""
         entry, steps = run.record, run.steps()
-        key = entry["group"], entry["run_id"], entry["time"]["started"]  # begun anew, it is another run there
+        key = (
+            entry["group"],
+            entry["run_id"],
+            entry["time"]["started"],
+        )  # begun anew, it is another run there
         if entry["status"] == record.STARTING or (key in self.sent and key not in self.open):
             return  # a driver's record, before the run has written its own; or it has ended
         if key not in self.sent:

@@ -37,7 +37,15 @@ from qa_lib.model.qat import WIDTHS
 from qa_lib.run.hub import check_own, write_card
 from qa_lib.run.launch import Launcher, is_finished, run_in_turn
 from qa_lib.run.plan import check_planned, plan
-from qa_lib.run.process import SHARE, START, WARM, check_driver, follow_driver, use_compile_cache, with_driver
+from qa_lib.run.process import (
+    SHARE,
+    START,
+    WARM,
+    check_driver,
+    follow_driver,
+    use_compile_cache,
+    with_driver,
+)
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import WINDOW
@@ -60,7 +68,11 @@ EVALUATIONS = {"qa": evaluate_answers, "lm": evaluate_text}
 NO_MEMORY = ("can't allocate memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
 served: list[str] = []  # the runs that this process has worked on
 # Imported when it is used: that of the Trainer takes seconds, and only the A0 variants need it.
-ENGINES = {"loop": "qa_lib.train.loop", "trainer": "qa_lib.train.trainer", "plain": "qa_lib.train.plain"}
+ENGINES = {
+    "loop": "qa_lib.train.loop",
+    "trainer": "qa_lib.train.trainer",
+    "plain": "qa_lib.train.plain",
+}
 
 
 def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:
@@ -81,7 +93,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     torchrun = torch.distributed.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":
-        raise UserError(f"{spec.variant} trains in one process, and torchrun has started {started}: see family P")
+        raise UserError(
+            f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
+        )
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if several and not spec.skip and not torchrun:
@@ -94,7 +108,9 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
 def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
     """The record of a recommended spec, or of that which took its place. Raises UserError for a run that failed."""
     with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
-        launcher = Launcher(runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf)
+        launcher = Launcher(
+            runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf
+        )
     (spec,) = run_in_turn(launcher, [spec], say)
     return record.with_result(record.read_record(runs / spec.run_path), " (its log.txt has more)")
 
@@ -103,7 +119,9 @@ def main(args: argparse.Namespace) -> int:
     """Run one variant here, unless it is finished, and print the record."""
     use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
-    (spec,) = plan([args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args))
+    (spec,) = plan(
+        [args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args)
+    )
     folder = args.runs / spec.run_path
     if is_finished(args.runs, spec):
         entry = record.read_record(folder)
@@ -115,7 +133,10 @@ def main(args: argparse.Namespace) -> int:
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
-    measured = {"samples/s": entry["speed"]["samples_per_s"], task["label"]: entry["quality"][task["metric"]]}
+    measured = {
+        "samples/s": entry["speed"]["samples_per_s"],
+        task["label"]: entry["quality"][task["metric"]],
+    }
     figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
     f1, silent = (entry["quality"].get(name) for name in ("f1", "always_null_f1"))
     if f1 is not None and silent is not None and f1 < silent:
@@ -137,7 +158,16 @@ def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module
     return data, model, batches_of(data.samples, spec)
 
 
-def train(model, batches, spec: Spec, device: torch.device, run_dir: Path, say=print, hooks=None, ranks=None) -> tuple:
+def train(
+    model,
+    batches,
+    spec: Spec,
+    device: torch.device,
+    run_dir: Path,
+    say=print,
+    hooks=None,
+    ranks=None,
+) -> tuple:
     """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
     forget_compiled()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
@@ -151,10 +181,16 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
     run_dir, device = Path(runs) / spec.run_path, hardware.train_device()
     check_driver(run_dir)
     if spec.preset.quality and not spec.skip:
-        check_own(run_dir / "model", spec.run_id)  # before its record changes, which may be that of a finished run
+        check_own(
+            run_dir / "model", spec.run_id
+        )  # before its record changes, which may be that of a finished run
     ranks = ProcessGroup(device)
     # The first process has the record, and the others a copy that goes nowhere.
-    recorded = recording(spec, run_dir, say) if ranks.first else contextlib.nullcontext(record.new_record(spec, {}))
+    recorded = (
+        recording(spec, run_dir, say)
+        if ranks.first
+        else contextlib.nullcontext(record.new_record(spec, {}))
+    )
     with _limits(spec, device), recorded as entry, noting_faults(run_dir, ranks):
         if spec.skip:
             return entry
@@ -162,11 +198,15 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
         served.append(spec.run_id)
         start_compilers(spec.settings, device)
         data, model, batches = prepare(spec, data)
-        begin = min(begin, time.perf_counter() - data.load_s)  # what the caller has loaded is this run's time as well
+        begin = min(
+            begin, time.perf_counter() - data.load_s
+        )  # what the caller has loaded is this run's time as well
         _note_sizes(entry, data, model, batches.steps)
 
         shared = shares_gpu(device)
-        held = hardware.gpu_lock(device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"}))
+        held = hardware.gpu_lock(
+            device, shared, lambda: record.write_record(run_dir, entry | {"status": "waiting"})
+        )
         with held if ranks.first else contextlib.nullcontext(0.0) as waited_s:
             ranks.start()
             if ranks.first:
@@ -175,22 +215,38 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             matrix_tflops = hardware.matrix_rate(device, DTYPES[spec.settings.precision])
             prepared = time.perf_counter()
             with ranks:
-                optimizer, meter, done_before, note = train(model, batches, spec, device, run_dir, say, ranks=ranks)
+                optimizer, meter, done_before, note = train(
+                    model, batches, spec, device, run_dir, say, ranks=ranks
+                )
                 _note_training(entry, spec, meter, done_before, note, ranks)
                 entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
                 model = gather_model(model, lambda: build_model(spec).to(device), ranks)
-                joules = _note_ranks(entry, spec, meter, model, ranks) if ranks.world > 1 else meter.joules_per_sample()
+                joules = (
+                    _note_ranks(entry, spec, meter, model, ranks)
+                    if ranks.world > 1
+                    else meter.joules_per_sample()
+                )
             if not ranks.first:
                 return entry
             if os.environ.get(START, WARM) != WARM:
                 entry["spec"]["adjusted"].append(f"start: {os.environ[START]}")
             if not shared:
                 if first_run and START not in os.environ and meter.first_step_at:
-                    entry["time"]["first_step_s"] = meter.first_step_at - psutil.Process().create_time()
-                _note_times(entry, spec, meter, joules, meter.speed(StepFlops(model), matrix_tflops, ranks.world))
+                    entry["time"]["first_step_s"] = (
+                        meter.first_step_at - psutil.Process().create_time()
+                    )
+                _note_times(
+                    entry,
+                    spec,
+                    meter,
+                    joules,
+                    meter.speed(StepFlops(model), matrix_tflops, ranks.world),
+                )
             trained = time.perf_counter()
             if spec.preset.quality:
-                entry["quality"] |= EVALUATIONS[spec.preset.task](model, data, spec, device, run_dir)
+                entry["quality"] |= EVALUATIONS[spec.preset.task](
+                    model, data, spec, device, run_dir
+                )
                 evaluated = time.perf_counter()
                 _save(model, data, run_dir / "model", entry)
         if shared:
@@ -230,7 +286,10 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            kept = [(run_dir / CHECKPOINT).with_suffix(end) for end in (".safetensors", ".refused", ".partial")]
+            kept = [
+                (run_dir / CHECKPOINT).with_suffix(end)
+                for end in (".safetensors", ".refused", ".partial")
+            ]
             for old in [*kept, *faults(run_dir)]:
                 old.unlink(missing_ok=True)
         except (Exception, KeyboardInterrupt) as problem:
@@ -241,12 +300,17 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             # torchrun stops this process where another has failed. It starts all at once: older faults are of others.
             first = first_fault(run_dir, psutil.Process().create_time()) or outcome
             # What JSON has not, a NaN say, may be what has ended the run: the record does without it.
-            entry |= json.loads(json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None)
+            entry |= json.loads(
+                json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None
+            )
             record.finish(run_dir, entry, first["status"], first["error"])
             if outcome["status"] != "oom":
                 raise
             step = outcome["error"]["step"]
-            say(f"{spec.variant}: out of memory " + (f"in step {step}" if step else "before training"))
+            say(
+                f"{spec.variant}: out of memory "
+                + (f"in step {step}" if step else "before training")
+            )
 
 
 @contextlib.contextmanager
@@ -277,7 +341,9 @@ def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None
     its windows are, so that a copy answers alike. Raises RecordError when the disk is full."""
     preset = entry["spec"]["preset"]
     if entry["task"]["name"] == "qa":
-        model.config.update(dict(zip(WINDOW, (preset["max_length"], preset["stride"]), strict=True)))
+        model.config.update(
+            dict(zip(WINDOW, (preset["max_length"], preset["stride"]), strict=True))
+        )
     try:
         save_model(model, data.tokenizer, folder)
         write_card(folder, entry)
@@ -299,7 +365,9 @@ def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> 
     }
 
 
-def _note_training(entry: dict, spec: Spec, meter: Meter, begin: int, note: str | None, ranks: ProcessGroup) -> None:
+def _note_training(
+    entry: dict, spec: Spec, meter: Meter, begin: int, note: str | None, ranks: ProcessGroup
+) -> None:
     """Put into a record how many steps were trained and in which processes, what became of an earlier process's, and
     the gradient noise scale, where the variant sees its gradients in one piece; all processes call this together."""
     noise = ranks.stats.noise(len(meter.times))
@@ -316,7 +384,9 @@ def _note_training(entry: dict, spec: Spec, meter: Meter, begin: int, note: str 
         entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
 
 
-def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: ProcessGroup) -> float | None:
+def _note_ranks(
+    entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, ranks: ProcessGroup
+) -> float | None:
     """Put into a record what several processes have each measured, and let the meter count the samples of all.
 
     All processes call this together; the joules per sample of all their GPUs.
@@ -334,9 +404,14 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same samples.
-    meter.counts = list(np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world)
+    meter.counts = list(
+        np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world
+    )
     meter.samples = [sample for each in found for sample in each["samples"]]
-    peaks, times = ({str(rank): each[name] for rank, each in enumerate(found)} for name in ("peak_mib", "step_ms"))
+    peaks, times = (
+        {str(rank): each[name] for rank, each in enumerate(found)}
+        for name in ("peak_mib", "step_ms")
+    )
     entry["parallel"] |= {
         "world": ranks.world,
         "replicas": ranks.replicas,
@@ -353,16 +428,26 @@ def _note_ranks(entry: dict, spec: Spec, meter: Meter, model: torch.nn.Module, r
             "stages": ranks.stages,
             "schedule": spec.settings.schedule,
             "bubble": measured_bubble(stages),
-            "bubble_formula": bubble(ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks),
-            "rank_computing_ms": {str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)},
+            "bubble_formula": bubble(
+                ranks.stages, spec.micro_batches // ranks.replicas, spec.settings.chunks
+            ),
+            "rank_computing_ms": {
+                str(rank): 1000 * computing for rank, (computing, _) in enumerate(stages)
+            },
         }
     if ranks.stats.overlap.get("busy_ms"):
-        entry["parallel"] |= {name: np.mean([each[name] for each in found]).item() for name in ranks.stats.overlap}
+        entry["parallel"] |= {
+            name: np.mean([each[name] for each in found]).item() for name in ranks.stats.overlap
+        }
     joules = [each["joules"] for each in found]
-    return None if None in joules else sum(joules) / ranks.replicas  # each has worked on as many samples
+    return (
+        None if None in joules else sum(joules) / ranks.replicas
+    )  # each has worked on as many samples
 
 
-def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed) -> None:
+def _note_times(
+    entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed
+) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
@@ -370,7 +455,9 @@ def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spe
     entry["energy"]["joules_per_sample"] = joules
     if entry["parallel"]["efficiency"] and speed.samples_per_s:
         entry["parallel"]["goodput"] = entry["parallel"]["efficiency"] * speed.samples_per_s
-    if spec.settings.compile != "none":  # else nothing was compiled, and slow first steps have other reasons
+    if (
+        spec.settings.compile != "none"
+    ):  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
 
 
@@ -381,14 +468,22 @@ def outcome_of(problem: BaseException) -> dict:
     run again.
     """
     if isinstance(problem, KeyboardInterrupt):
-        return {"status": "killed", "error": {"kind": "killed", "message": stopped_by(problem), "step": None}}
-    status = "oom" if out_of_memory(problem) and not shares_gpu(hardware.train_device()) else "error"
+        return {
+            "status": "killed",
+            "error": {"kind": "killed", "message": stopped_by(problem), "step": None},
+        }
+    status = (
+        "oom" if out_of_memory(problem) and not shares_gpu(hardware.train_device()) else "error"
+    )
     step = problem.step if isinstance(problem, StepFailed) else None
     if step is not None:
         problem = problem.__cause__ or problem
     # Libraries have OSErrors of their own. In a step a file that is missing is the compiler's.
     kind = "OSError" if isinstance(problem, OSError) and step is None else type(problem).__name__
-    return {"status": status, "error": {"kind": kind, "message": str(problem).split("\n")[0], "step": step}}
+    return {
+        "status": status,
+        "error": {"kind": kind, "message": str(problem).split("\n")[0], "step": step},
+    }
 
 
 def out_of_memory(problem: BaseException | None) -> bool:
@@ -414,6 +509,8 @@ def noting_faults(run_dir: Path, ranks: ProcessGroup):
     except Exception as problem:
         if ranks.store:
             fault = {"at": time.time()} | outcome_of(problem)
-            fault["error"]["message"] = f"process {ranks.rank} of {ranks.world}: {fault['error']['message']}"
+            fault["error"]["message"] = (
+                f"process {ranks.rank} of {ranks.world}: {fault['error']['message']}"
+            )
             record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
         raise

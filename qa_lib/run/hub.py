@@ -9,7 +9,14 @@ uploads both, into a private repository unless it is to be public.
 import argparse
 from pathlib import Path
 
-from huggingface_hub import EvalResult, EvalResultEntry, HfApi, ModelCard, ModelCardData, eval_result_entries_to_yaml
+from huggingface_hub import (
+    EvalResult,
+    EvalResultEntry,
+    HfApi,
+    ModelCard,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+)
 from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import get_token, validate_repo_id, yaml_dump
 
@@ -28,7 +35,9 @@ def check_own(folder: Path, run_id: str) -> None:
     if not folder.is_dir() or not any(folder.iterdir()):
         return
     card = folder / CARD  # models of an older version have none
-    if not (folder / SUMS).is_file() or (card.is_file() and run_id not in card.read_text(errors="replace")):
+    if not (folder / SUMS).is_file() or (
+        card.is_file() and run_id not in card.read_text(errors="replace")
+    ):
         raise UserError(
             f"{folder} does not name run {run_id}, and would be replaced by what it saves: move it elsewhere"
         )
@@ -41,8 +50,15 @@ def write_card(folder: Path, entry: dict) -> None:
     record.write_atomically(folder / CARD, f"{model_card(entry, results)}\n")
     if data:
         name, _, config = data.partition(":")
-        about = {"dataset_id": name, "task_id": config or "default", "date": entry["time"]["started"][:10]}
-        entries = [EvalResultEntry(**about, value=one.metric_value, notes=one.metric_name) for one in results]
+        about = {
+            "dataset_id": name,
+            "task_id": config or "default",
+            "date": entry["time"]["started"][:10],
+        }
+        entries = [
+            EvalResultEntry(**about, value=one.metric_value, notes=one.metric_name)
+            for one in results
+        ]
         path = folder / ".eval_results" / f"{name.rpartition('/')[2]}.yaml"
         record.write_atomically(path, yaml_dump(eval_result_entries_to_yaml(entries)))
 
@@ -51,7 +67,9 @@ def hub_names(entry: dict) -> tuple[str | None, str | None]:
     """The names of a run's base model and of its data on the hub, None for what is from elsewhere. A record says it so:
     folders go by the last part of their path, and a model's revision has 12 digits unless it is a commit of the hub."""
     model, data = entry["model"], entry["data"]["name"]
-    of_hub = "/" in data or (data == entry["spec"]["preset"]["data"] and not data.startswith("synthetic:"))
+    of_hub = "/" in data or (
+        data == entry["spec"]["preset"]["data"] and not data.startswith("synthetic:")
+    )
     base = model["name"] if model["revision"] == "main" or len(model["revision"]) == 40 else None
     return base, data if of_hub else None
 
@@ -86,7 +104,9 @@ def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
     variant = VARIANTS.get(entry["spec"]["variant"])
     names = {"entry": entry, "base": entry["model"]["name"], "data": entry["data"]["name"], **card}
     names |= {"why": variant.why if variant else "of another version"}
-    return ModelCard.from_template(metadata, template_str=TEMPLATE.read_text(encoding="utf-8"), **names)
+    return ModelCard.from_template(
+        metadata, template_str=TEMPLATE.read_text(encoding="utf-8"), **names
+    )
 
 
 def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> str:
@@ -98,16 +118,24 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
     """
     entry, folder = record.read_record(run_dir), run_dir / "model"
     if not folder.is_dir():
-        raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
+        raise UserError(
+            f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality"
+        )
     if entry["status"] != "ok":
-        raise UserError(f"{run_dir}: it has ended as {entry['status']!r}; its model is not that of a whole run")
+        raise UserError(
+            f"{run_dir}: it has ended as {entry['status']!r}; its model is not that of a whole run"
+        )
     try:
         validate_repo_id(repo)
         _, _ = repo.split("/")
     except ValueError:  # as the hub's own error is, and that of too few parts
-        raise UserError(f"{repo!r} is no name of the hub with its owner, as in me/bert-squad") from None
+        raise UserError(
+            f"{repo!r} is no name of the hub with its owner, as in me/bert-squad"
+        ) from None
     if not get_token():
-        raise UserError("no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write")
+        raise UserError(
+            "no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write"
+        )
     with record.lock(run_dir):  # or a run that is done again might replace the model meanwhile
         inspect_checkpoint(folder)
         if not (folder / CARD).exists():  # of a run from before there were cards
@@ -116,7 +144,9 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
             return _upload(folder, repo, public, add, f"Add the model of run {entry['run_id']}")
         except UserError:
             raise
-        except Exception as problem:  # of the hub, the network by whichever library, the disk or the card
+        except (
+            Exception
+        ) as problem:  # of the hub, the network by whichever library, the disk or the card
             raise UserError(f"{repo}: not uploaded: {_reason(problem)}") from None
 
 
@@ -128,7 +158,9 @@ def _upload(folder: Path, repo: str, public: bool, add: bool, message: str) -> s
         if problem.response.status_code != 409:
             raise
         if not add:
-            raise UserError(f"{repo} is there already: give another name, or --add to upload into it") from None
+            raise UserError(
+                f"{repo} is there already: give another name, or --add to upload into it"
+            ) from None
         if not public and not api.model_info(repo).private:
             raise UserError(f"{repo} is public: --add --public uploads into it") from None
     api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)

@@ -37,14 +37,18 @@ POLL_S = 0.2
 AT_A_TIME = 64  # jobs in the queue
 SPARE_MIN = 10  # minutes that a job may take beyond its run's limit, which does not count what a run needs to start
 NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before its run began
-DRIVER_LOCK = ".driver.lock"  # held by the driver of a run from before its process starts to the end
+DRIVER_LOCK = (
+    ".driver.lock"  # held by the driver of a run from before its process starts to the end
+)
 
 
 def say_idle(machine: Machine, gpus: list[int] | None) -> None:
     """Say so where GPUs stay idle that nobody has spoken of."""
     if machine.gpus > 1 and not gpus:
         cards = " ".join(map(str, range(machine.gpus)))
-        print(f"one of {machine.gpus} GPUs has work at a time (family P takes more); --gpus {cards} uses all")
+        print(
+            f"one of {machine.gpus} GPUs has work at a time (family P takes more); --gpus {cards} uses all"
+        )
 
 
 PROBE = (
@@ -62,7 +66,9 @@ def probe() -> tuple[Machine, dict]:
 def probed(who: str, code: int, said: str) -> tuple[Machine, dict]:
     """What PROBE has printed. Raises UserError, which says who has run it, where that has failed."""
     if code:
-        raise UserError(f"{who} cannot load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}")
+        raise UserError(
+            f"{who} cannot load the lab: {(said.strip() or 'it says nothing').splitlines()[-1]}"
+        )
     machine, env = json.loads(said.splitlines()[-1])
     return Machine(**machine), env
 
@@ -101,7 +107,9 @@ class Launcher:
         """Whether this run may be passed over."""
         return not (self.force or self.aloud) and is_finished(self.runs, spec)
 
-    def run_all(self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None) -> list[dict]:
+    def run_all(
+        self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None
+    ) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
 
         Each gets as many cards as it takes, in order: one of many cards waits for them, and those after it with it.
@@ -142,7 +150,9 @@ class Launcher:
             return [None] * side_by_side(specs)
         world = max((spec.world for spec in specs), default=1)
         if len(set(self.gpus)) < world:
-            raise UserError(f"--gpus {' '.join(map(str, self.gpus))}: a run takes {world} different cards")
+            raise UserError(
+                f"--gpus {' '.join(map(str, self.gpus))}: a run takes {world} different cards"
+            )
         return list(self.gpus)
 
     def _run(self, spec: Spec, cards: tuple[int, ...]) -> dict | None:
@@ -151,7 +161,9 @@ class Launcher:
         try:
             with record.lock(run_dir, DRIVER_LOCK):
                 entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
-                if entry["error"]["kind"] == NEVER_BEGAN:  # kernels that start together can race for a port: once more
+                if (
+                    entry["error"]["kind"] == NEVER_BEGAN
+                ):  # kernels that start together can race for a port: once more
                     entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
                 return entry
         except record.RunTaken:
@@ -168,11 +180,18 @@ class Launcher:
         except record.RecordError:
             if self.stopped.is_set():
                 raise problem from None
-            lost = {"kind": "RecordLost", "message": f"its record was removed or spoilt while it ran ({problem})"}
+            lost = {
+                "kind": "RecordLost",
+                "message": f"its record was removed or spoilt while it ran ({problem})",
+            }
             return record.finish(run_dir, record.new_record(spec, self.env), "killed", lost)
-        if entry["status"] != record.STARTING or not isinstance(problem, EOFError | ConnectionError):
+        if entry["status"] != record.STARTING or not isinstance(
+            problem, EOFError | ConnectionError
+        ):
             raise problem
-        return record.finish(run_dir, entry, "killed", {"kind": "killed", "message": self.why or "it had no process"})
+        return record.finish(
+            run_dir, entry, "killed", {"kind": "killed", "message": self.why or "it had no process"}
+        )
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
@@ -182,10 +201,14 @@ class Launcher:
             if self.force:
                 for old in run_dir.iterdir():
                     if not old.name.endswith(".lock"):
-                        shutil.rmtree(old) if old.is_dir() and not old.is_symlink() else old.unlink()
+                        shutil.rmtree(
+                            old
+                        ) if old.is_dir() and not old.is_symlink() else old.unlink()
             entry = record.new_record(spec, self.env)
             if spec.skip:
-                return record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
+                return record.finish(
+                    run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip}
+                )
             # So that a process that dies before its first line leaves no older result standing.
             record.write_record(run_dir, entry | {"status": record.STARTING})
 
@@ -203,7 +226,9 @@ class Launcher:
         with record.lock(run_dir):
             return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
 
-    def _start(self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO) -> subprocess.Popen | Forked:
+    def _start(
+        self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO
+    ) -> subprocess.Popen | Forked:
         """A run's process, which ends with this driver."""
         env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
         if self.warm:
@@ -237,7 +262,9 @@ class Launcher:
         return None
 
 
-def run_in_turn(launcher: Launcher, specs: list[Spec], say, ended=lambda *_: None, look=lambda: None) -> list[Spec]:
+def run_in_turn(
+    launcher: Launcher, specs: list[Spec], say, ended=lambda *_: None, look=lambda: None
+) -> list[Spec]:
     """`run_all` of what is not finished. Where a run that was `recommended` was more than its machine can do, the next
     choice takes its place, until one works; `say` is told each choice. Returns the specs that stand in the end. Raises
     UserError where none is left."""
@@ -267,8 +294,16 @@ def _first(free: list[int | None], world: int) -> list[int | None]:
 
 def side_by_side(specs: list[Spec]) -> int:
     """How many runs at a time: one, but on a CPU as many as the cores allow where a run takes few of them."""
-    threads = {spec.preset.threads and spec.preset.threads * spec.world for spec in specs if spec.hardware == "cpu"}
-    return max(1, min(8, (os.cpu_count() or 1) // max(threads))) if threads and None not in threads else 1
+    threads = {
+        spec.preset.threads and spec.preset.threads * spec.world
+        for spec in specs
+        if spec.hardware == "cpu"
+    }
+    return (
+        max(1, min(8, (os.cpu_count() or 1) // max(threads)))
+        if threads and None not in threads
+        else 1
+    )
 
 
 def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:
@@ -277,14 +312,26 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
     if (run_dir / "notebook.ipynb").exists():
         entry["time"]["notebook_s"] = round(seconds, 3)
     if spec.chosen:  # a notebook is told the variant alone
-        entry["spec"]["adjusted"] = list(dict.fromkeys([*spec.adjusted, *entry["spec"]["adjusted"]]))
+        entry["spec"]["adjusted"] = list(
+            dict.fromkeys([*spec.adjusted, *entry["spec"]["adjusted"]])
+        )
     if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
         kind = NEVER_BEGAN if entry["status"] == record.STARTING and not reason else "killed"
         # A compiler that crashes takes the process with it: of a run that was recommended, this is told from a stop.
         steps = run_dir / "steps.jsonl"
-        crashed = spec.chosen and kind == "killed" and not reason and not (steps.exists() and steps.stat().st_size)
-        reason = reason or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
-        return record.finish(run_dir, entry, "error" if crashed else "killed", {"kind": kind, "message": reason})
+        crashed = (
+            spec.chosen
+            and kind == "killed"
+            and not reason
+            and not (steps.exists() and steps.stat().st_size)
+        )
+        reason = (
+            reason
+            or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
+        )
+        return record.finish(
+            run_dir, entry, "error" if crashed else "killed", {"kind": kind, "message": reason}
+        )
     if fault := _fault(entry, spec):
         return record.finish(run_dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
     record.write_record(run_dir, entry)
@@ -293,7 +340,9 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
 
 def _last_words(run_dir: Path) -> str:
     lines = (run_dir / "log.txt").read_text(errors="replace").split("\n")
-    return next((line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt")
+    return next(
+        (line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt"
+    )
 
 
 def is_finished(runs: Path, spec: Spec) -> bool:
@@ -327,15 +376,23 @@ def run_cold(spec: Spec, runs: str | Path) -> dict:
     options = spec.own | {"preset": spec.preset.name, "seed": spec.seed, "runs": runs}
     options |= {"data": spec.data_source, "model": spec.model_source}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    Path(runs, spec.run_path, "record.json").unlink(missing_ok=True)  # a finished run would be left alone
+    Path(runs, spec.run_path, "record.json").unlink(
+        missing_ok=True
+    )  # a finished run would be left alone
     with tempfile.TemporaryDirectory() as empty:
         names = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
         env = os.environ | {name: os.path.join(empty, name) for name in names}
-        begin, command = time.monotonic(), [sys.executable, "-m", "qa_lib", "run", spec.variant, *words]
+        begin, command = (
+            time.monotonic(),
+            [sys.executable, "-m", "qa_lib", "run", spec.variant, *words],
+        )
         subprocess.run(command, env=env, check=True)
         seconds = time.monotonic() - begin
     entry = record.read_record(Path(runs, spec.run_path))
-    entry["time"] |= {"notebook_s": round(seconds, 3), "compile_cached": False}  # its own code at most
+    entry["time"] |= {
+        "notebook_s": round(seconds, 3),
+        "compile_cached": False,
+    }  # its own code at most
     record.write_record(Path(runs, spec.run_path), entry)
     return entry
 
@@ -372,7 +429,9 @@ class SlurmLauncher(Launcher):
             asked["cpus-per-task"] = spec.preset.threads * spec.world
         words = sbatch(self.command(spec, self.runs), run_dir / "log.txt", **asked)
         # In a session of its own, which Ctrl-C does not reach: it has to wait until the job is gone.
-        return subprocess.Popen(words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        return subprocess.Popen(
+            words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
 
     def _end(self, process, run_dir):
         if process.poll() is None:
@@ -383,7 +442,13 @@ class SlurmLauncher(Launcher):
 
 def sbatch(command: list[str], output: Path, **asked) -> list[str]:
     """The command that runs another as a job on one node, what it prints going to `output`, and waits for its end."""
-    asked |= {"nodes": 1, "ntasks": 1, "export": "ALL", "output": output.absolute(), "wrap": shlex.join(command)}
+    asked |= {
+        "nodes": 1,
+        "ntasks": 1,
+        "export": "ALL",
+        "output": output.absolute(),
+        "wrap": shlex.join(command),
+    }
     return ["sbatch", "--wait", *(f"--{name}={value}" for name, value in asked.items())]
 
 
@@ -401,11 +466,15 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     """A node and its environment, asked in a job: this host may be of another kind. It counts as many GPUs as a run in
     `world` processes takes, since that many are its job's. Raises UserError where no such job can run."""
     partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
-    kinds = subprocess.run(["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True).stdout
+    kinds = subprocess.run(
+        ["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True
+    ).stdout
     runs.mkdir(parents=True, exist_ok=True)
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
         done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
-        machine, env = probed("a node", done.returncode, Path(output.name).read_text() or done.stderr)
+        machine, env = probed(
+            "a node", done.returncode, Path(output.name).read_text() or done.stderr
+        )
     return replace(machine, gpus=machine.gpus and (world or WORLD)), env

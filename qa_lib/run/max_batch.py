@@ -40,7 +40,9 @@ def first_trial(variant: str, args: argparse.Namespace, machine: Machine) -> Spe
     name = f"max-batch-{args.limit_gib:g}gib-sm{older.sm}"
     (spec,) = plan([variant], "sizing", [0], args.data, args.model, STEP, older)
     if args.compute_capability < AMPERE:
-        spec.adjusted.append(f"attention kernels: those of compute capability {args.compute_capability / 10:g}")
+        spec.adjusted.append(
+            f"attention kernels: those of compute capability {args.compute_capability / 10:g}"
+        )
     preset = dataclasses.replace(spec.preset, name=name, limit_gib=args.limit_gib)
     return dataclasses.replace(spec, preset=preset, search="max-batch", sm=older.sm)
 
@@ -50,7 +52,9 @@ def main(args: argparse.Namespace) -> int:
     variants = variants_of(args)
     machine, env = probe()
     if not machine.gpus:
-        raise UserError("max-batch needs a GPU, and there is none here; `python -m qa_lib memory` predicts without")
+        raise UserError(
+            "max-batch needs a GPU, and there is none here; `python -m qa_lib memory` predicts without"
+        )
     launcher = Launcher(args.runs, machine, env)
     for variant in variants:
         print(f"{variant}: {search(first_trial(variant, args, machine), launcher)}", flush=True)
@@ -65,7 +69,9 @@ def search(first: Spec, launcher: Launcher) -> str:
     speeds = []
 
     def fits(size: int) -> bool:
-        asked, settings = (dataclasses.replace(each, micro_batch=size) for each in (first.asked, first.settings))
+        asked, settings = (
+            dataclasses.replace(each, micro_batch=size) for each in (first.asked, first.settings)
+        )
         spec = dataclasses.replace(first, asked=asked, settings=settings)
         (entry,) = launcher.run_all([spec])
         with_result(entry)

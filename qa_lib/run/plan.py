@@ -55,13 +55,17 @@ def plan(
     seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
     data, model = _source("data", data, size), _source("model", model, size)
     if machine is None:
-        from qa_lib.measure.hardware import this_machine  # imports torch, which a driver does without
+        from qa_lib.measure.hardware import (
+            this_machine,
+        )  # imports torch, which a driver does without
 
         machine = this_machine()
 
     sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
     specs, faults = [], {}
-    for seed, one, variant in itertools.product(dict.fromkeys(seeds), sizes, dict.fromkeys(variants)):
+    for seed, one, variant in itertools.product(
+        dict.fromkeys(seeds), sizes, dict.fromkeys(variants)
+    ):
         try:
             specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
         except SpecError as problem:
@@ -76,26 +80,36 @@ def plan(
     found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
     if (kind := config.get("model_type", "")) != "":
         find_encoder(kind, model, size.task)
-    if type(most := config.get("max_position_embeddings")) is int:  # RoBERTa takes two fewer; building it says so
+    if (
+        type(most := config.get("max_position_embeddings")) is int
+    ):  # RoBERTa takes two fewer; building it says so
         for spec in specs:
             spec.preset.check_length(model, most)
     # 0, which everything divides, where it does not say, or not by a number: then loading it says so.
     sizes = {"layers": config.get("num_hidden_layers"), "heads": config.get("num_attention_heads")}
     shape = {name: size if type(size) is int else 0 for name, size in sizes.items()}
     specs = [
-        dataclasses.replace(spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape))
+        dataclasses.replace(
+            spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape)
+        )
         for spec in specs
     ]
     if "recommended" in variants:
         from qa_lib.run.recommend import choose  # imports torch, too
 
         specs = [choose(spec, machine, runs) if spec.chosen else spec for spec in specs]
-        specs = list({spec.run_path: spec for spec in specs}.values())  # it may be one of the others
+        specs = list(
+            {spec.run_path: spec for spec in specs}.values()
+        )  # it may be one of the others
     return specs
 
 
 def _list(name: str, values: object) -> list:
-    if isinstance(values, str | bytes) or not isinstance(values, Iterable) or not (found := list(values)):
+    if (
+        isinstance(values, str | bytes)
+        or not isinstance(values, Iterable)
+        or not (found := list(values))
+    ):
         raise SpecError(f"{name} is {values!r}, and not a list of at least one")
     return found
 
@@ -106,7 +120,9 @@ def _source(name: str, value: object, preset: Preset) -> str:
     if value == "":
         raise UserError(f"preset {preset.name!r} has no {name} of its own: give --{name} (a path)")
     if isinstance(value, str | os.PathLike):
-        with contextlib.suppress(OSError, ValueError):  # of a path that is too long, or has a null byte
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # of a path that is too long, or has a null byte
             Path(value).exists()
             return os.fspath(value)
     raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
@@ -124,7 +140,10 @@ def _product(**sizes: Several) -> list[dict]:
 def go_offline_without_network(*sources: str) -> None:
     """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
     alone, here and in the processes started from here: it would ask again for half a minute."""
-    if all(source.startswith(("tiny", "synthetic:", "gpt2:")) or Path(source).exists() for source in sources):
+    if all(
+        source.startswith(("tiny", "synthetic:", "gpt2:")) or Path(source).exists()
+        for source in sources
+    ):
         return
     from huggingface_hub import constants, get_session
 
@@ -186,10 +205,17 @@ def identify_model(source: str) -> dict:
 def _inspect_model(source: str) -> tuple[dict, dict]:
     """A model's identity, and what its config.json says; nothing for a model of the hub that cannot be had now."""
     if source == "tiny":
-        revision, config = sha256_of_json([TINY_CONFIG, vocabulary()]), {"model_type": "bert", **TINY_CONFIG}
+        revision, config = (
+            sha256_of_json([TINY_CONFIG, vocabulary()]),
+            {"model_type": "bert", **TINY_CONFIG},
+        )
     elif shape := find_shape(source):
         revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD
-        config = {"model_type": "gpt2", "num_hidden_layers": shape.layers, "num_attention_heads": heads}
+        config = {
+            "model_type": "gpt2",
+            "num_hidden_layers": shape.layers,
+            "num_attention_heads": heads,
+        }
     elif Path(source).is_dir():
         config, weights = inspect_checkpoint(Path(source))
         revision = hash_files(checkpoint_files(Path(source), weights))
@@ -204,12 +230,18 @@ def _inspect_hub(source: str) -> tuple[dict, dict]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if source.startswith((".", "/", "~")) or source.count("/") > 1 or os.path.isdir(os.path.dirname(source)):
+    if (
+        source.startswith((".", "/", "~"))
+        or source.count("/") > 1
+        or os.path.isdir(os.path.dirname(source))
+    ):
         raise UserError(f"model folder {source} does not exist")
     try:
         validate_repo_id(source)
     except HFValidationError as error:
-        raise UserError(f"model {source!r} is neither a folder nor a name of the hub: {error}") from None
+        raise UserError(
+            f"model {source!r} is neither a folder nor a name of the hub: {error}"
+        ) from None
     try:
         snapshot = Path(snapshot_download(source, allow_patterns=["config.json"]))
     except Exception:  # of the hub, the network or the disk

@@ -26,14 +26,20 @@ from qa_lib.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
 # Warnings and redrawn bars would fill the notebooks and logs that the runs leave behind; each line is there at once.
-QUIET = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", "PYDEVD_DISABLE_FILE_VALIDATION": "1"}
+QUIET = {
+    "TQDM_DISABLE": "1",
+    "TRANSFORMERS_VERBOSITY": "error",
+    "PYDEVD_DISABLE_FILE_VALIDATION": "1",
+}
 QUIET["PYTHONUNBUFFERED"] = "1"
 START = "QA_LIB_START"  # an environment variable of a forked process (warm.py): WARM, or why it is cold all the same
 WARM = "warm"
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
 DRIVER_GONE = "SIGTERM (its driver is gone)"
 LAST_S = 3  # seconds that a run has to write its record once its driver is gone
-_names = dict(SIGNALS)  # what signals are called in this process: SIGTERM has another name once the driver is gone
+_names = dict(
+    SIGNALS
+)  # what signals are called in this process: SIGTERM has another name once the driver is gone
 
 
 def call(function: str, spec: Spec, *words) -> list[str]:
@@ -50,7 +56,9 @@ def spec_from(written: str) -> Spec:
 plain_command = partial(call, "qa_lib.run.fit:work")  # (spec, runs) -> the command of such a run
 
 
-def child_env(cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None) -> dict[str, str]:
+def child_env(
+    cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None
+) -> dict[str, str]:
     """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
     changes = dict(QUIET)
     if cards:
@@ -78,7 +86,9 @@ def use_compile_cache(folder: Path | None) -> None:
             place.mkdir(mode=0o700, parents=place == folder, exist_ok=True)
             found = place.stat()
             if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UserError(f"{place} is not yours alone to write to: chmod 700 it, or name another folder")
+                raise UserError(
+                    f"{place} is not yours alone to write to: chmod 700 it, or name another folder"
+                )
         os.environ[name] = str(own)
 
 

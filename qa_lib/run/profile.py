@@ -35,10 +35,14 @@ from qa_lib.run.process import call, child_env
 from qa_lib.spec import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
-os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or the profiler writes a line when it starts and one when it stops
+os.environ.setdefault(
+    "KINETO_LOG_LEVEL", "9"
+)  # or the profiler writes a line when it starts and one when it stops
 SNAPSHOT = "memory_snapshot.pickle"
 POINTS = 400  # of the allocator's timeline
-SETTLED = 5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
+SETTLED = (
+    5  # steps before those that a notebook looks at: it is a picture, and nothing is timed by it
+)
 UNCOUNTED = 5  # steps before the one whose kernels Nsight Compute counts
 METRICS = {  # our name -> Nsight Compute's
     "us": "gpu__time_duration.sum",
@@ -54,7 +58,9 @@ class TimeHooks(Hooks):
 
     def __init__(self, warm: int):
         self.warm, self.steps = warm, warm + 1 + PROFILED
-        schedule = torch.profiler.schedule(skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1)
+        schedule = torch.profiler.schedule(
+            skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1
+        )
         self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True)
 
     def finished(self, steps: int) -> None:
@@ -92,7 +98,9 @@ class MemoryHooks(Hooks):
             torch.cuda.memory._record_memory_history(stacks="python", max_entries=200_000)
         elif steps == self.at:
             snapshot = torch.cuda.memory._snapshot()
-            self.timeline = _timeline(snapshot["device_traces"][torch.cuda.current_device()], self.base)
+            self.timeline = _timeline(
+                snapshot["device_traces"][torch.cuda.current_device()], self.base
+            )
             # A pickle, as PyTorch's viewer takes it: nothing here ever reads one.
             torch.cuda.memory._dump_snapshot(str(self.snapshot))
             torch.cuda.memory._record_memory_history(enabled=None)
@@ -124,11 +132,15 @@ def _timeline(entries: list[dict], base: int) -> list[tuple[float, float]]:
 
 def _train(spec: Spec, steps: int, data, device, hooks: Hooks):
     """Train so many steps from new weights with hooks, and nothing after them; (model, optimizer, meter)."""
-    preset = dataclasses.replace(spec.preset, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0)
+    preset = dataclasses.replace(
+        spec.preset, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0
+    )
     spec = dataclasses.replace(spec, preset=preset)
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
-        optimizer, meter, *_ = train(model, batches, spec, device, Path(folder), lambda _: None, hooks)
+        optimizer, meter, *_ = train(
+            model, batches, spec, device, Path(folder), lambda _: None, hooks
+        )
         return model, optimizer, meter
 
 
@@ -148,11 +160,15 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
     data = LOADERS[spec.preset.task](spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
-    open_spec = dataclasses.replace(spec, settings=dataclasses.replace(spec.settings, cuda_graph=False))
+    open_spec = dataclasses.replace(
+        spec, settings=dataclasses.replace(spec.settings, cuda_graph=False)
+    )
     memory = snapshot = None
     if device.type == "cuda" and spec.settings.engine == "loop":
         say(f"{spec.variant}: one step under the allocator's eyes")
-        memory, snapshot = _memory(open_spec, data, device)  # first, while nothing else is allocated
+        memory, snapshot = _memory(
+            open_spec, data, device
+        )  # first, while nothing else is allocated
     else:
         say(f"{spec.variant}: no memory snapshot, which is of a GPU and of a step of train/loop.py")
     say(f"{spec.variant}: {WARM + TIMED} steps, then {PROFILED} under the profiler")
@@ -199,7 +215,9 @@ def _time(spec: Spec, data, device, warm: int) -> tuple:
     events = trace.read(packed)
     config = model.config
     outputs = config.vocab_size if encoder_of(model).causal else 2
-    widths = trace.Widths(config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs)
+    widths = trace.Widths(
+        config.hidden_size, getattr(config, "intermediate_size", 4 * config.hidden_size), outputs
+    )
     found = trace.work(events, widths)
     return found, events, 1e3 * statistics.median(meter.times[max(0, warm - TIMED) : warm]), packed
 
@@ -212,7 +230,9 @@ def _memory(spec: Spec, data, device) -> tuple[dict, bytes]:
     """
     gc.collect()
     torch.cuda.empty_cache()
-    torch.cuda.memory._record_memory_history("state", stacks="python")  # who allocates what is there before the step
+    torch.cuda.memory._record_memory_history(
+        "state", stacks="python"
+    )  # who allocates what is there before the step
     with tempfile.TemporaryDirectory() as folder:
         hooks = MemoryHooks(6, Path(folder, SNAPSHOT))
         model, optimizer, _ = _train(spec, hooks.at, data, device, hooks)
@@ -244,16 +264,26 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
         say("no GPU here, so no hardware counters")
         return None
     if not shutil.which("ncu"):
-        say("no `ncu` here, so no hardware counters. It is Nsight Compute's, part of the CUDA toolkit")
+        say(
+            "no `ncu` here, so no hardware counters. It is Nsight Compute's, part of the CUDA toolkit"
+        )
         return None
     options = f"--csv --page raw --print-units base --clock-control none --metrics {','.join(METRICS.values())}"
-    options += " --profile-from-start off --target-processes application-only --graph-profiling node"
+    options += (
+        " --profile-from-start off --target-processes application-only --graph-profiling node"
+    )
     say("Nsight Compute runs every kernel of a step several times; this takes minutes")
     command = call("qa_lib.run.profile:count_one_step", spec)
-    done = subprocess.run(["ncu", *options.split(), *command], capture_output=True, text=True, env=child_env())
+    done = subprocess.run(
+        ["ncu", *options.split(), *command], capture_output=True, text=True, env=child_env()
+    )
     kernels = parse_counters(done.stdout)
     if not kernels:
-        words = [line for line in (done.stdout + done.stderr).splitlines() if "ERROR" in line or "Error" in line]
+        words = [
+            line
+            for line in (done.stdout + done.stderr).splitlines()
+            if "ERROR" in line or "Error" in line
+        ]
         say(f"Nsight Compute read no counters: {(words or ['it saw no kernel'])[-1].strip()[:200]}")
         return None
     return kernels
@@ -265,8 +295,14 @@ def parse_counters(text: str) -> list[dict]:
     begin = re.search('^"ID"', text, re.MULTILINE)
     if not begin:
         return []
-    page = pd.read_csv(io.StringIO(text[begin.start() :]), thousands=",", skiprows=[1])  # a line of units
-    read = page.reindex(columns=METRICS.values()).apply(pd.to_numeric, errors="coerce").set_axis([*METRICS], axis=1)
+    page = pd.read_csv(
+        io.StringIO(text[begin.start() :]), thousands=",", skiprows=[1]
+    )  # a line of units
+    read = (
+        page.reindex(columns=METRICS.values())
+        .apply(pd.to_numeric, errors="coerce")
+        .set_axis([*METRICS], axis=1)
+    )
     read["us"] /= 1e3  # time comes in nanoseconds
     names = page["Kernel Name"].str[:160].rename("name")
     found = read.groupby(names, sort=False).sum(min_count=1)
@@ -283,16 +319,25 @@ def count_one_step(spec: Spec) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Profile one variant here, print where its step goes and where the files are."""
-    (spec,) = plan([args.variant], args.preset, [0], args.data, args.model, args.micro_batch, batch=args.batch)
+    (spec,) = plan(
+        [args.variant], args.preset, [0], args.data, args.model, args.micro_batch, batch=args.batch
+    )
     with hardware.gpu_lock(hardware.train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]
     print(f"step {time['step_ms']:.2f} ms, busy {100 * time['busy_share']:.0f} %", end="")
-    print(f", {time['launches_per_step']:.0f} launches" if time["launches_per_step"] is not None else "")
+    print(
+        f", {time['launches_per_step']:.0f} launches"
+        if time["launches_per_step"] is not None
+        else ""
+    )
     for phase, parts in time["parts"].items():
         print(f"  {phase:10}" + ", ".join(f"{part} {ms:.2f} ms" for part, ms in parts.items()))
     if entry["memory"]:
-        print("  peak MiB  " + ", ".join(f"{name} {mib:.0f}" for name, mib in entry["memory"]["phases"].items()))
+        print(
+            "  peak MiB  "
+            + ", ".join(f"{name} {mib:.0f}" for name, mib in entry["memory"]["phases"].items())
+        )
         print(args.runs / spec.run_path / SNAPSHOT, "is for https://docs.pytorch.org/memory_viz")
     print(args.runs / spec.run_path / "profile.json")
     return 0

@@ -34,11 +34,17 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
     no questions or has its own elsewhere, for a width that there is not, and without torchao; RunTaken while another
     process works on the run.
     """
-    entry, plain, folder = record.read_record(run_dir), run_dir / "model", run_dir / f"model-{width}"
+    entry, plain, folder = (
+        record.read_record(run_dir),
+        run_dir / "model",
+        run_dir / f"model-{width}",
+    )
     if entry["task"]["name"] != "qa":
         raise UserError(f"{run_dir}: its task is {entry['task']['name']!r} and not 'qa'")
     if not plain.is_dir():
-        raise UserError(f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality")
+        raise UserError(
+            f"{run_dir}: no model/ in it; a run keeps its model at a preset that measures quality"
+        )
     source = open_source(data, "validation") if data else _own_questions(entry)
     with record.lock(run_dir):
         small, tokenizer = load_qa_model(plain)
@@ -52,12 +58,20 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
             **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
             "width": width,
             "env": environment(),
-            "data": {"name": without_folders(source.name), "sha256": source.sha256, "n": len(source.examples)},
+            "data": {
+                "name": without_folders(source.name),
+                "sha256": source.sha256,
+                "n": len(source.examples),
+            },
             "before": scored(before, plain, source),
             "after": scored(after, folder, source),
         }
-        found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies([before, after], source)
-        record.write_atomically(folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n")
+        found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies(
+            [before, after], source
+        )
+        record.write_atomically(
+            folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n"
+        )
     return found
 
 
@@ -67,7 +81,9 @@ def _own_questions(entry: dict) -> Source:
     name = entry["data"]["name"]
     go_offline_without_network(name)
     if identify_data(name, with_validation=True)["sha256"] != entry["data"]["sha256"]:
-        raise UserError(f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its own")
+        raise UserError(
+            f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its own"
+        )
     return open_source(name, "validation")
 
 
@@ -78,8 +94,14 @@ def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
     answers = answers_to(source, loaded)
     loaded.model.to("cpu")
     found = score(source.examples, answers.texts, answers.null_odds, 0.0)
-    scores = {"f1": found["f1"], "best_f1": found["best_f1"], "best_f1_threshold": found["best_f1_thresh"]}
-    return scores | {"weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])}
+    scores = {
+        "f1": found["f1"],
+        "best_f1": found["best_f1"],
+        "best_f1_threshold": found["best_f1_thresh"],
+    }
+    return scores | {
+        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])
+    }
 
 
 def latencies(models: list[Model], source: Source) -> list[float]:
@@ -89,7 +111,11 @@ def latencies(models: list[Model], source: Source) -> list[float]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        times = [[sum(answer(m, *one)["ms"].values()) for m in models] for _ in range(REPEATS) for one in asked]
+        times = [
+            [sum(answer(m, *one)["ms"].values()) for m in models]
+            for _ in range(REPEATS)
+            for one in asked
+        ]
     finally:
         torch.set_num_threads(threads)
     return [statistics.median(each) for each in zip(*times, strict=True)]
@@ -99,7 +125,11 @@ def main(args: argparse.Namespace) -> int:
     """Quantize one run's model, and say what it came to."""
     found = quantize_run(args.run, args.weights, args.data)
     print(f"{args.run / f'model-{args.weights}'}:")
-    units = {"f1": ("F1", 1), "weights_bytes": ("MB", 1e6), "latency_ms": ("ms a question on a thread", 1)}
+    units = {
+        "f1": ("F1", 1),
+        "weights_bytes": ("MB", 1e6),
+        "latency_ms": ("ms a question on a thread", 1),
+    }
     for name, (unit, each) in units.items():
         print(f"  {found['before'][name] / each:.2f} -> {found['after'][name] / each:.2f} {unit}")
     return 0

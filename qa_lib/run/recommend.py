@@ -50,21 +50,35 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
 def _failed(spec: Spec, runs: str | Path) -> list[dict]:
     """The records of what this kind of card could not do with this model at this length, whatever their preset and
     code; a search's are not among them, which go up to a limit."""
-    found = [run.record for run in read_runs(runs, left_out=lambda *_: None) if record.unable(run.record)]
-    found = [entry for entry in found if (entry["spec"]["hardware"], entry["spec"]["search"]) == (spec.hardware, "")]
+    found = [
+        run.record for run in read_runs(runs, left_out=lambda *_: None) if record.unable(run.record)
+    ]
+    found = [
+        entry
+        for entry in found
+        if (entry["spec"]["hardware"], entry["spec"]["search"]) == (spec.hardware, "")
+    ]
     alike = (spec.model["name"], spec.preset.max_length)
-    return [entry for entry in found if (entry["model"]["name"], entry["spec"]["preset"]["max_length"]) == alike]
+    return [
+        entry
+        for entry in found
+        if (entry["model"]["name"], entry["spec"]["preset"]["max_length"]) == alike
+    ]
 
 
 def _options(spec: Spec, machine: Machine) -> list[Spec]:
     """Each of those variants at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
-    committed = [run.record for run in read_runs(COMMITTED, task["reference"], left_out=lambda *_: None)]
+    committed = [
+        run.record for run in read_runs(COMMITTED, task["reference"], left_out=lambda *_: None)
+    ]
     own = {name: value for name, value in spec.own.items() if name != "micro_batch"}
     sources = (spec.data, spec.model, spec.data_source, spec.model_source)
     found = []
     for name in task["on_gpu" if machine.gpus else "on_cpu"]:
-        for size in _sizes(spec, [entry for entry in committed if entry["spec"]["variant"] == name]):
+        for size in _sizes(
+            spec, [entry for entry in committed if entry["spec"]["variant"] == name]
+        ):
             found.append(resolve(name, spec.preset.name, spec.seed, machine, *sources, size, **own))
     return found
 
@@ -77,8 +91,15 @@ def _sizes(spec: Spec, entries: list[dict]) -> list[int]:
         return [spec.asked.micro_batch]
     usual = Settings().micro_batch
     batch = spec.preset.batch or usual
-    sizes = [size for size in range(usual if spec.hardware == "cpu" else batch, 0, -1) if batch % size == 0]
-    speeds = {entry["spec"]["settings"]["micro_batch"]: entry["speed"]["samples_per_s"] or 0.0 for entry in entries}
+    sizes = [
+        size
+        for size in range(usual if spec.hardware == "cpu" else batch, 0, -1)
+        if batch % size == 0
+    ]
+    speeds = {
+        entry["spec"]["settings"]["micro_batch"]: entry["speed"]["samples_per_s"] or 0.0
+        for entry in entries
+    }
     known = sorted(speeds)
     expected = np.interp(sizes, [0, *known], [0, *map(speeds.get, known)])
     return [sizes[place] for place in np.argsort(-expected, kind="stable")]
@@ -88,7 +109,10 @@ def _failure(option: Spec, failed: list[dict]) -> str | None:
     """What keeps this card from an option, by the records of what it could not do: an error of the variant, or memory
     that ran out at this size or a smaller one."""
     for entry in failed:
-        size, said = entry["spec"]["settings"]["micro_batch"], entry["error"]["message"] or entry["error"]["kind"]
+        size, said = (
+            entry["spec"]["settings"]["micro_batch"],
+            entry["error"]["message"] or entry["error"]["kind"],
+        )
         may_fit = entry["status"] == "oom" and option.settings.micro_batch < size
         if entry["spec"]["variant"] == option.variant and not may_fit:
             return f"failed here at micro-batch {size} ({said[:80]}; {entry['group']}/{entry['run_id']})"
@@ -100,5 +124,9 @@ def _needed_gib(spec: Spec) -> float:
     if unpredicted(spec):
         return 0.0
     # Other data are read, which the run does as well.
-    lengths = SquadLengths(spec.preset.max_length, spec.preset.stride) if spec.data_source == "squad_v2" else None
+    lengths = (
+        SquadLengths(spec.preset.max_length, spec.preset.stride)
+        if spec.data_source == "squad_v2"
+        else None
+    )
     return estimate(spec, lengths)["reserved_mib"] / 1024 + CONTEXT_GIB

@@ -20,7 +20,15 @@ from qa_lib import record
 from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, printable
 from qa_lib.presets import find_preset
-from qa_lib.run.launch import ROOT, Launcher, SlurmLauncher, probe, probe_node, run_in_turn, say_idle
+from qa_lib.run.launch import (
+    ROOT,
+    Launcher,
+    SlurmLauncher,
+    probe,
+    probe_node,
+    run_in_turn,
+    say_idle,
+)
 from qa_lib.run.plan import plan
 from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Spec
@@ -40,7 +48,14 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
     # Papermill fills in what stands in braces, also in a path.
     paths = (os.path.relpath(path).replace("{", "{{").replace("}", "}}") for path in paths)
     command = [sys.executable, "-m", "papermill", *paths]
-    command += ["--kernel", "python3", "--no-progress-bar", "--log-output", "--cwd", os.path.relpath(ROOT)]
+    command += [
+        "--kernel",
+        "python3",
+        "--no-progress-bar",
+        "--log-output",
+        "--cwd",
+        os.path.relpath(ROOT),
+    ]
     for name, value in notebook_parameters(spec, runs).items():
         # -r keeps a text a text: a model folder named 1e3 must not become a number.
         command += ["-r" if isinstance(value, str) else "-p", name, str(value)]
@@ -50,14 +65,24 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
 def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell. Each variant has its own, and none is compared in it."""
     sources = {"data": spec.data_source, "model": spec.model_source}
-    sources = {name: _from_root(source) if Path(source).exists() else source for name, source in sources.items()}
-    named = {"variant": spec.variant, "compare_with": "", "preset": spec.preset.name, "seed": spec.seed}
+    sources = {
+        name: _from_root(source) if Path(source).exists() else source
+        for name, source in sources.items()
+    }
+    named = {
+        "variant": spec.variant,
+        "compare_with": "",
+        "preset": spec.preset.name,
+        "seed": spec.seed,
+    }
     return named | sources | spec.own | {"runs": _from_root(runs)}
 
 
 def _from_root(path: str | Path) -> str:
     """The path as seen from the repository, so that a notebook shows no machine's folders where it need not."""
-    return os.path.relpath(os.path.abspath(path), ROOT)  # a link by its own name, which is the data's or the model's
+    return os.path.relpath(
+        os.path.abspath(path), ROOT
+    )  # a link by its own name, which is the data's or the model's
 
 
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
@@ -69,7 +94,9 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
     every, done = len(specs), sum(map(launcher.is_finished, specs))
     print(f"sweep: {every} runs, {done} finished, {every - done} to run", flush=True)
     before, begin, started = done, time.monotonic(), set()
-    bar = tqdm(total=every, initial=done, unit="run", leave=False, disable=None)  # on a terminal alone
+    bar = tqdm(
+        total=every, initial=done, unit="run", leave=False, disable=None
+    )  # on a terminal alone
 
     def tell(line: str) -> None:
         bar.write(f"{time.strftime('%H:%M')} {line}")
@@ -81,7 +108,9 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         done += 1
         bar.update()
         beside = [progress_of(launcher.runs / other.run_path) for other in list(launcher.active)]
-        whole = done + sum(step / of for step, of in beside if of)  # runs, with parts of those at work
+        whole = done + sum(
+            step / of for step, of in beside if of
+        )  # runs, with parts of those at work
         left = (time.monotonic() - begin) / (whole - before) * (every - whole)
         ahead = f"; about {max(1, round(left / 60))} min left" if done < every else ""
         tell(f"[{done}/{every}] {_line(spec, entry)}{ahead}")
@@ -92,8 +121,13 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
                 started.add(spec.run_id)
                 tell(f"{_name(spec)} starts")
         if not bar.disable:
-            steps = {spec.variant: progress_of(launcher.runs / spec.run_path) for spec in list(launcher.active)}
-            bar.set_postfix_str(", ".join(f"{name} {step}/{of}" for name, (step, of) in steps.items() if of))
+            steps = {
+                spec.variant: progress_of(launcher.runs / spec.run_path)
+                for spec in list(launcher.active)
+            }
+            bar.set_postfix_str(
+                ", ".join(f"{name} {step}/{of}" for name, (step, of) in steps.items() if of)
+            )
 
     try:
         specs = run_in_turn(launcher, specs, tell, ended, look)
@@ -121,8 +155,17 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
     lines = []
     for spec in specs:
-        line = {"variant": spec.variant, "seed": spec.seed, "length": spec.preset.max_length, "world": spec.world}
-        line |= {"batch": spec.preset.batch, "micro-batch": spec.asked.micro_batch, "status": NOT_BEGUN}
+        line = {
+            "variant": spec.variant,
+            "seed": spec.seed,
+            "length": spec.preset.max_length,
+            "world": spec.world,
+        }
+        line |= {
+            "batch": spec.preset.batch,
+            "micro-batch": spec.asked.micro_batch,
+            "status": NOT_BEGUN,
+        }
         with contextlib.suppress(record.RecordError):
             entry = record.read_record(runs / spec.run_path)
             line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
@@ -135,12 +178,17 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
     table = table.drop(columns=[size for size in sizes if table[size].nunique() == 1])
     counts = table["status"].value_counts().to_dict()
     said = ", ".join(f"{count} {status}" for status, count in counts.items())
-    return f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}", counts
+    return (
+        f"{table.to_string(index=False, float_format='{:.1f}'.format, na_rep='–')}\nsweep: {said}",
+        counts,
+    )
 
 
 def progress_of(run_dir: Path) -> tuple[int, int | None]:
     """Steps done and planned, as far as the run's files tell."""
-    with contextlib.suppress(record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError):
+    with contextlib.suppress(
+        record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError
+    ):
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
         with open(run_dir / "steps.jsonl", "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
@@ -172,23 +220,42 @@ def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
     use_compile_cache(args.compile_cache)
     # Before this machine is probed, which takes seconds: a wrong name is an error at once.
-    every = [name for name, variant in VARIANTS.items() if variant.task == find_preset(args.preset).task]
+    every = [
+        name for name, variant in VARIANTS.items() if variant.task == find_preset(args.preset).task
+    ]
     names = every if args.variants is args.family is None else variants_of(args)
     by_slurm = args.launcher == "slurm"
     if by_slurm and (args.gpus or args.shared_gpu):
-        raise UserError("--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own")
+        raise UserError(
+            "--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of its own"
+        )
     machine, env = probe_node(args.runs, max(args.world or [0])) if by_slurm else probe()
-    own = {"share": args.shared_gpu, "force": args.force, "time_limit_s": args.time_limit, "command": notebook_command}
+    own = {
+        "share": args.shared_gpu,
+        "force": args.force,
+        "time_limit_s": args.time_limit,
+        "command": notebook_command,
+    }
     own["warm"] = not by_slurm
     launcher = (SlurmLauncher if by_slurm else Launcher)(args.runs, machine, env, args.gpus, **own)
     if not by_slurm:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
-    specs = plan(names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out, runs=args.runs)
-    print("".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True)
+    specs = plan(
+        names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out, runs=args.runs
+    )
+    print(
+        "".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True
+    )
     if args.plan:
         for spec in specs:
-            state = f"skip: {spec.skip}" if spec.skip else "finished" if launcher.is_finished(spec) else "run"
+            state = (
+                f"skip: {spec.skip}"
+                if spec.skip
+                else "finished"
+                if launcher.is_finished(spec)
+                else "run"
+            )
             words = [state, *_own_words(spec), *(spec.adjusted[:1] if spec.chosen else [])]
             line = f"{spec.group}/{spec.run_id:24} {', '.join(words)}"
             print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False))

@@ -42,7 +42,9 @@ from qa_lib.measure.hardware import environment
 from qa_lib.run.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.spec import Spec
 
-STOPPED = "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
+STOPPED = (
+    "killed"  # kind of the error of a run that a signal has stopped, as fit.recording writes it
+)
 GRACE_S = 45  # for the first process to write its record; torchrun itself kills after 30 s what does not end
 
 
@@ -55,10 +57,14 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
         # So that processes that die before their first line leave no older result standing.
-        record.write_record(run_dir, record.new_record(spec, environment()) | {"status": record.STARTING})
+        record.write_record(
+            run_dir, record.new_record(spec, environment()) | {"status": record.STARTING}
+        )
     threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
     command, env = call("qa_lib.run.torchrun:supervise", spec, runs), child_env(threads=threads)
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
     reason = "its processes ended before the run did"
     try:
         with with_driver():
@@ -95,8 +101,12 @@ def supervise(spec: Spec, runs: str) -> None:
     try:
         torchrun(["--standalone", "--nproc-per-node", str(spec.world), *work])
     except (ChildFailedError, SignalException) as ended:
-        if isinstance(ended, ChildFailedError):  # a signal is from run_processes, which says so in the record
-            record_fault(spec, run_dir, {rank: failure.exitcode for rank, failure in ended.failures.items()})
+        if isinstance(
+            ended, ChildFailedError
+        ):  # a signal is from run_processes, which says so in the record
+            record_fault(
+                spec, run_dir, {rank: failure.exitcode for rank, failure in ended.failures.items()}
+            )
         sys.exit(1)
 
 
@@ -109,7 +119,9 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     for old in faults(run_dir):
         old.unlink()
     # Not by torchrun, but that it also kills those that do not heed its SIGTERM.
-    killed = {rank: code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM}
+    killed = {
+        rank: code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM
+    }
     if not outcome or (killed and outcome["status"] != "oom"):
         rank, code = min((killed or exit_codes).items())
         kind = signal.Signals(-code).name if code < 0 else "ProcessEnded"
@@ -138,5 +150,7 @@ def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
         with contextlib.suppress(OSError):
             found.append(json.loads(path.read_text()))
     found = [fault for fault in found if fault["at"] >= since]
-    own = [fault for fault in found if fault["status"] == "oom"]  # what no other process's end leads to
+    own = [
+        fault for fault in found if fault["status"] == "oom"
+    ]  # what no other process's end leads to
     return min(own or found, key=itemgetter("at"), default=None)

@@ -27,10 +27,16 @@ def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list
     """
     found = []
     for peak, trainable, spec in itertools.product(rates or [None], trainables or [None], specs):
-        preset = dataclasses.replace(spec.preset, name="tune", learning_rate=peak or spec.preset.learning_rate)
+        preset = dataclasses.replace(
+            spec.preset, name="tune", learning_rate=peak or spec.preset.learning_rate
+        )
         recipe = trainable or spec.asked.trainable
-        asked, settings = (dataclasses.replace(each, trainable=recipe) for each in (spec.asked, spec.settings))
-        found.append(dataclasses.replace(spec, preset=preset, asked=asked, settings=settings, search="tune"))
+        asked, settings = (
+            dataclasses.replace(each, trainable=recipe) for each in (spec.asked, spec.settings)
+        )
+        found.append(
+            dataclasses.replace(spec, preset=preset, asked=asked, settings=settings, search="tune")
+        )
     return found
 
 
@@ -45,7 +51,16 @@ def main(args: argparse.Namespace) -> int:
     variants = variants_of(args)
     machine, env = probe()
     say_idle(machine, args.gpus)
-    specs = plan(variants, args.preset, args.seeds, args.data, args.model, args.micro_batch, machine, batch=args.batch)
+    specs = plan(
+        variants,
+        args.preset,
+        args.seeds,
+        args.data,
+        args.model,
+        args.micro_batch,
+        machine,
+        batch=args.batch,
+    )
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
@@ -58,10 +73,18 @@ def main(args: argparse.Namespace) -> int:
         print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
 
     trials = points(specs, args.learning_rate, args.trainable)
-    launcher = Launcher(args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit)
+    launcher = Launcher(
+        args.runs, machine, env, args.gpus, share=True, time_limit_s=args.time_limit
+    )
     entries = launcher.run_all(trials, report)
     scores = [entry["quality"][metric] if entry["status"] == "ok" else None for entry in entries]
-    found = pd.DataFrame({"variant": [each.variant for each in trials], "point": map(name_of, trials), "score": scores})
+    found = pd.DataFrame(
+        {
+            "variant": [each.variant for each in trials],
+            "point": map(name_of, trials),
+            "score": scores,
+        }
+    )
     for variant, own in found.astype({"score": float}).groupby("variant", sort=False):
         # Over seeds, of points that have them all.
         means = own.groupby("point")["score"].agg(lambda seeds: seeds.mean(skipna=False)).dropna()

@@ -50,7 +50,9 @@ def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
     """A warm process that is `command`, which is of a Python with -m, in `env`; its output goes to the file `log`.
 
     The server is started with the first one, and ends with the process that calls this."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # else torch.cuda.is_available() initializes CUDA
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # else torch.cuda.is_available() initializes CUDA
+    )
     return Forked(SERVER.Process(target=_become, args=(command, env, str(log), os.getcwd())))
 
 
@@ -85,7 +87,11 @@ def _fork_kernel() -> None:
     from jupyter_client.provisioning import local_provisioner
 
     ours, theirs = multiprocessing.Pipe()
-    kernel = Forked(multiprocessing.get_context("fork").Process(target=_be_kernel, args=(ours, theirs), daemon=True))
+    kernel = Forked(
+        multiprocessing.get_context("fork").Process(
+            target=_be_kernel, args=(ours, theirs), daemon=True
+        )
+    )
     theirs.close()
 
     def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:

@@ -33,12 +33,17 @@ class Choices:
 
     def __init__(self, given: list[Choice], runs: Path):
         self._given, self._runs = given, runs
-        self._known: dict[str, Choice] = {}  # every one seen so far: a question does not read all records again
+        self._known: dict[
+            str, Choice
+        ] = {}  # every one seen so far: a question does not read all records again
 
     def listed(self) -> list[Choice]:
         """All that there are now, each with a name of its own."""
         twice = {choice.folder.resolve() for choice in self._given}
-        found = [*self._given, *(choice for choice in offered(self._runs) if choice.folder.resolve() not in twice)]
+        found = [
+            *self._given,
+            *(choice for choice in offered(self._runs) if choice.folder.resolve() not in twice),
+        ]
         times = Counter(choice.name for choice in found)
         found = [replace(c, name=f"{c.name} ({c.key})") if times[c.name] > 1 else c for c in found]
         self._known |= {choice.key: choice for choice in found}
@@ -56,7 +61,9 @@ def offered(runs: Path) -> list[Choice]:
     F1 is of another kind."""
     names = ("model/model.safetensors", "model-*/quantized.json")
     found = [_of_run(path.parent) for name in names for path in run_files(runs, name)]
-    return sorted(filter(None, found), key=lambda choice: (choice.synthetic, -choice.f1, choice.name))
+    return sorted(
+        filter(None, found), key=lambda choice: (choice.synthetic, -choice.f1, choice.name)
+    )
 
 
 def named(models: list[str | Path]) -> list[Choice]:
@@ -88,5 +95,12 @@ def _of_run(folder: Path) -> Choice | None:
         name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
         synthetic = str(record["data"]["name"]).startswith("synthetic")
         key = "/".join(folder.parts[-3:]).removesuffix("/model")
-        return Choice(key, name, folder, float(quality["best_f1"]), float(quality["best_f1_threshold"]), synthetic)
+        return Choice(
+            key,
+            name,
+            folder,
+            float(quality["best_f1"]),
+            float(quality["best_f1_threshold"]),
+            synthetic,
+        )
     return None

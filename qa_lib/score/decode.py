@@ -29,7 +29,9 @@ from qa_lib.record import write_atomically
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
-Span = tuple[float, int | None, int | None, float, float]  # score, characters begin to end or None, start and end logit
+Span = tuple[
+    float, int | None, int | None, float, float
+]  # score, characters begin to end or None, start and end logit
 
 
 class Answers:
@@ -43,7 +45,14 @@ class Answers:
     run_qa), which also adds the null answer where it is not among the best.
     """
 
-    def __init__(self, examples: list[Example], spans: list[list[Span]], nulls: list[Span], n_best: int, limit: float):
+    def __init__(
+        self,
+        examples: list[Example],
+        spans: list[list[Span]],
+        nulls: list[Span],
+        n_best: int,
+        limit: float,
+    ):
         # Of each question its `n_best` best spans, best first, and its null answer.
         self._n_best, self._questions = n_best, list(zip(examples, spans, nulls, strict=True))
         self.predictions: dict[str, str] = {}
@@ -55,7 +64,9 @@ class Answers:
             odds = np.float32(null[0]) - np.float32(start_logit) - np.float32(end_logit)
             self.null_odds[example.id] = -LOWEST if best is null else float(odds)
             self.texts[example.id] = example.context[begin:end] if end else ""
-            self.predictions[example.id] = "" if self.null_odds[example.id] > limit else self.texts[example.id]
+            self.predictions[example.id] = (
+                "" if self.null_odds[example.id] > limit else self.texts[example.id]
+            )
 
     def entries(self, i: int) -> list[dict]:
         """The n-best list of question i with places: {text, probability, start_logit, end_logit, score, begin, end},
@@ -64,7 +75,10 @@ class Answers:
         The null answer comes after the spans that it ties with, and is listed always: it pushes out the last span,
         unless it comes last itself.
         """
-        return [entry | {"score": span[0], "begin": span[1], "end": span[2]} for entry, span in self._ranked(i)]
+        return [
+            entry | {"score": span[0], "begin": span[1], "end": span[2]}
+            for entry, span in self._ranked(i)
+        ]
 
     def _ranked(self, i: int) -> Iterator[tuple[dict, Span]]:
         example, spans, null = self._questions[i]
@@ -75,12 +89,20 @@ class Answers:
         for weight, span in zip(weights, listed, strict=True):
             _, begin, end, start_logit, end_logit = span
             text = example.context[begin:end] if end else ""
-            entry = {"text": text, "probability": weight / total, "start_logit": start_logit, "end_logit": end_logit}
+            entry = {
+                "text": text,
+                "probability": weight / total,
+                "start_logit": start_logit,
+                "end_logit": end_logit,
+            }
             yield entry, span
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        return {example.id: [entry for entry, _ in self._ranked(i)] for i, (example, *_) in enumerate(self._questions)}
+        return {
+            example.id: [entry for entry, _ in self._ranked(i)]
+            for i, (example, *_) in enumerate(self._questions)
+        }
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write nbest_predictions.json, predictions.json, texts.json and null_odds.json, each whole. Raises
@@ -115,41 +137,68 @@ def decode(
     both = [logits.float().cpu().numpy() for logits in (start_logits, end_logits)]
     null = np.stack([logits[rows, 0] for logits in both], axis=1).clip(min=LOWEST)
     spans, nulls = ([[] for _ in examples] for _ in range(2))  # of each question
-    for number, total, pair in zip(samples.example.tolist(), null.sum(axis=1).tolist(), null.tolist(), strict=True):
+    for number, total, pair in zip(
+        samples.example.tolist(), null.sum(axis=1).tolist(), null.tolist(), strict=True
+    ):
         nulls[number].append((total, None, None, *pair))
     for block in np.split(np.arange(len(samples)), range(BLOCK, len(samples), BLOCK)):
         lengths = samples.lengths[block, None]
         own = np.arange(lengths.max()) < lengths
-        start, end = (np.where(own, logits[rows[block], : own.shape[1]], -np.inf) for logits in both)
+        start, end = (
+            np.where(own, logits[rows[block], : own.shape[1]], -np.inf) for logits in both
+        )
         wrong = block[~((start < np.inf) & (end < np.inf)).all(axis=1)]
         if len(wrong):
             example = examples[samples.example[wrong[0]]]
             place = f"article {example.title[:80]!r}, question {example.id!r}, window {wrong[0]}"
-            raise DataError(f"{place}: a logit is NaN or +inf (the model has diverged, or these are of other windows)")
-        score, window, first, last = _block_spans(start, end, samples.context[block], n_best, max_answer_length)
+            raise DataError(
+                f"{place}: a logit is NaN or +inf (the model has diverged, or these are of other windows)"
+            )
+        score, window, first, last = _block_spans(
+            start, end, samples.context[block], n_best, max_answer_length
+        )
         characters = samples.characters(block[window], first, last)
-        columns = (samples.example[block[window]], score, *characters, start[window, first], end[window, last])
+        columns = (
+            samples.example[block[window]],
+            score,
+            *characters,
+            start[window, first],
+            end[window, last],
+        )
         for number, *span in zip(*(column.tolist() for column in columns), strict=True):
             spans[number].append(tuple(span))
     best = [sorted(found, key=itemgetter(0), reverse=True)[:n_best] for found in spans]
-    return Answers(examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold)
+    return Answers(
+        examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold
+    )
 
 
 def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.ndarray:
     """The row of each window: the guard that logits are joined by id and by nothing else."""
     if len(examples) != samples.n_examples or examples_sha256(examples) != samples.examples_sha256:
-        raise ValueError("these examples are not the ones, or not in the order, that the samples were built from")
+        raise ValueError(
+            "these examples are not the ones, or not in the order, that the samples were built from"
+        )
     n = len(samples)
     shape = tuple(start_logits.shape)
-    if shape != tuple(end_logits.shape) or len(shape) != 2 or shape[0] != n or shape[1] < samples.lengths.max():
+    if (
+        shape != tuple(end_logits.shape)
+        or len(shape) != 2
+        or shape[0] != n
+        or shape[1] < samples.lengths.max()
+    ):
         raise ValueError(f"logits of shape {shape} and {tuple(end_logits.shape)} for {n} windows")
     ids = torch.as_tensor(sample_ids).cpu().numpy()
     if not np.array_equal(np.sort(ids), np.arange(n)):
-        raise ValueError(f"sample ids must be the numbers 0 to {n - 1}, each once, one a row of the logits")
+        raise ValueError(
+            f"sample ids must be the numbers 0 to {n - 1}, each once, one a row of the logits"
+        )
     return np.argsort(ids)
 
 
-def _block_spans(start, end, context, n_best: int, max_answer_length: int) -> tuple[np.ndarray, ...]:
+def _block_spans(
+    start, end, context, n_best: int, max_answer_length: int
+) -> tuple[np.ndarray, ...]:
     """The `n_best` best spans of each window: score, window, first and last token, four arrays [k], sorted by window,
     then best first, ties by rank of start and end.
 
@@ -157,10 +206,14 @@ def _block_spans(start, end, context, n_best: int, max_answer_length: int) -> tu
     where the paragraph lies. The reference script spends places on [CLS] and the question too, so that they are only
     struck out after the ranking.
     """
-    first, last = (np.argsort(-logits, axis=1, kind="stable")[:, :n_best] for logits in (start, end))
+    first, last = (
+        np.argsort(-logits, axis=1, kind="stable")[:, :n_best] for logits in (start, end)
+    )
     inside = (first >= context[:, :1])[:, :, None] & (last < context[:, 1:])[:, None]
     length = last[:, None] - first[:, :, None]
-    score = np.take_along_axis(start, first, 1)[:, :, None] + np.take_along_axis(end, last, 1)[:, None]
+    score = (
+        np.take_along_axis(start, first, 1)[:, :, None] + np.take_along_axis(end, last, 1)[:, None]
+    )
     score[~inside | (length < 0) | (length >= max_answer_length)] = -np.inf
     score = score.reshape(len(score), -1)
     order = np.argsort(-score, axis=1, kind="stable")[:, :n_best]

@@ -33,16 +33,24 @@ from qa_lib.variants import TASKS
 
 BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential
-PROMPTS, PROMPT_WORDS, WRITTEN = 5, 12, 24  # continuations, words of a prompt, tokens that are written at most
+PROMPTS, PROMPT_WORDS, WRITTEN = (
+    5,
+    12,
+    24,
+)  # continuations, words of a prompt, tokens that are written at most
 
 
-def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
+def evaluate_answers(
+    model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path
+) -> dict:
     """Answer the validation questions with a model on `device`; the record's `quality`, and the four answer files.
 
     A score that these questions do not have, such as that of unanswerable ones where there are none, is None.
     """
     model.eval()
-    rows = predict_logits(model, data.validation_samples, device, dtype=DTYPES[spec.settings.precision])
+    rows = predict_logits(
+        model, data.validation_samples, device, dtype=DTYPES[spec.settings.precision]
+    )
     loss = span_loss(data.validation_samples, *rows)
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
@@ -51,10 +59,14 @@ def evaluate_answers(model: torch.nn.Module, data: Data, spec: Spec, device: tor
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
-    return {name: found.get(TASKS["qa"]["official"].get(name, name)) for name in SCORING["qa"]["scores"]}
+    return {
+        name: found.get(TASKS["qa"]["official"].get(name, name)) for name in SCORING["qa"]["scores"]
+    }
 
 
-def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> float | None:
+def span_loss(
+    samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor
+) -> float | None:
     """The held-out loss: what training minimises, in nats, as the mean over all windows; None if it is not finite.
 
     `ids`, `start` and `end` are what predict_logits gives. As in training a window's loss is the mean of two cross
@@ -69,7 +81,9 @@ def span_loss(samples: Samples, ids: torch.Tensor, start: torch.Tensor, end: tor
     return loss if math.isfinite(loss) else None
 
 
-def joined_by_position(ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def joined_by_position(
+    ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
     """The fault of variant A4-b, kept on purpose: row r of logits that are sorted by length goes to window r of the
     data.
 
@@ -80,7 +94,9 @@ def joined_by_position(ids: torch.Tensor, start: torch.Tensor, end: torch.Tensor
     return torch.arange(len(ids)), start.nan_to_num(-100.0), end.nan_to_num(-100.0)
 
 
-def evaluate_text(model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path) -> dict:
+def evaluate_text(
+    model: torch.nn.Module, data: Data, spec: Spec, device: torch.device, run_dir: Path
+) -> dict:
     """Score a model on `device` by the validation text; the record's `quality`, and answers/continuations.json.
 
     A perplexity beyond what a float holds, and one of a text without words, is None. Raises DataError for a model whose
@@ -93,9 +109,13 @@ def evaluate_text(model: torch.nn.Module, data: Data, spec: Spec, device: torch.
         tokens = torch.from_numpy(text.tokens.astype("int64"))
         nats = total_nats(model, tokens, spec.preset.max_length, spec.preset.stride)
         if not math.isfinite(nats):
-            raise DataError(f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)")
+            raise DataError(
+                f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)"
+            )
         written = continuations(model, data.tokenizer, prompts(data.validation.rows()))
-    write_atomically(run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n")
+    write_atomically(
+        run_dir / "answers" / "continuations.json", json.dumps(written, indent=1) + "\n"
+    )
     n = len(tokens) - 1
     return {
         "word_perplexity": _perplexity(nats, text.words),
@@ -135,9 +155,13 @@ def total_nats(model: torch.nn.Module, tokens: torch.Tensor, length: int, shared
     for first in range(0, len(places), together):
         part = places[first : first + together]
         rows = torch.stack([tokens[begin : begin + length] for begin, _ in part]).to(device)
-        for (begin, scored), row, logits in zip(part, rows, model(input_ids=rows).logits, strict=True):
+        for (begin, scored), row, logits in zip(
+            part, rows, model(input_ids=rows).logits, strict=True
+        ):
             skip = scored - begin
-            total += F.cross_entropy(logits[skip - 1 : -1].double(), row[skip:], reduction="sum").item()
+            total += F.cross_entropy(
+                logits[skip - 1 : -1].double(), row[skip:], reduction="sum"
+            ).item()
     return total
 
 
@@ -150,7 +174,9 @@ def prompts(lines: Iterator[str]) -> list[tuple[str, str]]:
     ]
 
 
-def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]) -> list[dict]:
+def continuations(
+    model: torch.nn.Module, tokenizer, beginnings: list[tuple[str, str]]
+) -> list[dict]:
     """What the model takes for the likeliest next words after each prompt: {prompt, continuation, text}. Of a model
     with few positions at least half are the prompt's."""
     positions, end, found = max_positions(model.config), tokenizer.eos_token_id, []
@@ -159,7 +185,9 @@ def continuations(model: torch.nn.Module, tokenizer, beginnings: list[tuple[str,
     for prompt, text in beginnings:
         ids = [end, *tokenizer(prompt, add_special_tokens=False)["input_ids"]]
         ids = torch.tensor([ids[: positions - length]], device=model.device)
-        written = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **options)
+        written = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=length, **options
+        )
         said = tokenizer.decode(written[0, ids.shape[1] :], skip_special_tokens=True)
         found.append({"prompt": prompt, "continuation": said, "text": text})
     return found

@@ -68,10 +68,16 @@ def score(
         return _averages(examples, exact, overlap)
 
     _check(examples, na_probs, "no-answer probability", _is_number)
-    silenced = {example.id: float(example.impossible) for example in examples if na_probs[example.id] > na_threshold}
+    silenced = {
+        example.id: float(example.impossible)
+        for example in examples
+        if na_probs[example.id] > na_threshold
+    }
     found = _averages(examples, exact | silenced, overlap | silenced)
     for name, scores in (("exact", exact), ("f1", overlap)):
-        found[f"best_{name}"], found[f"best_{name}_thresh"] = _best_threshold(examples, predictions, scores, na_probs)
+        found[f"best_{name}"], found[f"best_{name}_thresh"] = _best_threshold(
+            examples, predictions, scores, na_probs
+        )
     return found
 
 
@@ -82,27 +88,43 @@ def _check(examples: list[Example], given: Mapping, what: str, good) -> None:
     missing = [key for key in titles if key not in given]
     if missing:
         where = f"article {titles[missing[0]][:80]!r}, question {missing[0]!r}"
-        raise DataError(f"no {what} for {len(missing)} of {len(titles)} questions, the first: {where}")
+        raise DataError(
+            f"no {what} for {len(missing)} of {len(titles)} questions, the first: {where}"
+        )
     unknown = [key for key in given if key not in titles]
     if unknown:
-        raise DataError(f"a {what} for {len(unknown)} questions that the data does not have, the first: {unknown[0]!r}")
+        raise DataError(
+            f"a {what} for {len(unknown)} questions that the data does not have, the first: {unknown[0]!r}"
+        )
     for key, value in given.items():
         if not good(value):
-            raise DataError(f"article {titles[key][:80]!r}, question {key!r}: {value!r:.80} is no {what}")
+            raise DataError(
+                f"article {titles[key][:80]!r}, question {key!r}: {value!r:.80} is no {what}"
+            )
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return (
+        isinstance(value, int | float)
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
-def _averages(examples: list[Example], exact: dict[str, float], overlap: dict[str, float]) -> dict[str, float | int]:
+def _averages(
+    examples: list[Example], exact: dict[str, float], overlap: dict[str, float]
+) -> dict[str, float | int]:
     answered = [example for example in examples if example.answers]
     impossible = [example for example in examples if example.impossible]
     found = {}
     for prefix, group in (("", examples), ("HasAns_", answered), ("NoAns_", impossible)):
         if group:
-            found[f"{prefix}exact"] = 100.0 * sum(exact[example.id] for example in group) / len(group)
-            found[f"{prefix}f1"] = 100.0 * sum(overlap[example.id] for example in group) / len(group)
+            found[f"{prefix}exact"] = (
+                100.0 * sum(exact[example.id] for example in group) / len(group)
+            )
+            found[f"{prefix}f1"] = (
+                100.0 * sum(overlap[example.id] for example in group) / len(group)
+            )
             found[f"{prefix}total"] = len(group)
     return found
 
@@ -139,13 +161,17 @@ def squad_metric():
     text, number, place = (datasets.Value(kind) for kind in ("string", "float32", "int32"))
     answers = {"text": datasets.List(text), "answer_start": datasets.List(place)}
     predictions = {"id": text, "prediction_text": text, "no_answer_probability": number}
-    features = datasets.Features({"predictions": predictions, "references": {"id": text, "answers": answers}})
+    features = datasets.Features(
+        {"predictions": predictions, "references": {"id": text, "answers": answers}}
+    )
 
     class SquadV2(evaluate.Metric):
         def _info(self) -> evaluate.MetricInfo:
             return evaluate.MetricInfo(__doc__, "Rajpurkar, Jia, Liang 2018", features)
 
-        def _compute(self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0) -> dict:
+        def _compute(
+            self, predictions: list[dict], references: list[dict], no_answer_threshold: float = 1.0
+        ) -> dict:
             examples = []
             for row in references:
                 golds = zip(row["answers"]["text"], row["answers"]["answer_start"], strict=True)
@@ -162,12 +188,16 @@ def main(args: argparse.Namespace) -> int:
     if args.na_threshold is not None and not args.na_prob:
         raise UserError("--na-threshold is for the probabilities of --na-prob, and none are given")
     examples = open_source(args.data, "validation", args.fix_spans).examples
-    predictions, na_probs = (read_json(path) if path else None for path in (args.predictions, args.na_prob))
+    predictions, na_probs = (
+        read_json(path) if path else None for path in (args.predictions, args.na_prob)
+    )
     for path, values in ((args.predictions, predictions), (args.na_prob, na_probs)):
         if path and not isinstance(values, dict):
             raise DataError(f"{path}: not an object of question id -> value")
     try:
-        found = score(examples, predictions, na_probs, 1.0 if args.na_threshold is None else args.na_threshold)
+        found = score(
+            examples, predictions, na_probs, 1.0 if args.na_threshold is None else args.na_threshold
+        )
     except DataError as error:
         names = ", ".join(filter(None, (args.predictions, args.na_prob)))
         raise DataError(f"{names} for {args.data}: {error}") from None

@@ -38,8 +38,13 @@ INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 LOADED = 4  # models kept in memory
-WINDOW = ("window_tokens", "window_stride")  # of a trained model's config: how long its windows were, and overlapped
-MOST_WINDOWS = 2_000  # of a question; the longest paragraph and a question of a sentence take some 400
+WINDOW = (
+    "window_tokens",
+    "window_stride",
+)  # of a trained model's config: how long its windows were, and overlapped
+MOST_WINDOWS = (
+    2_000  # of a question; the longest paragraph and a question of a sentence take some 400
+)
 BATCH_TOKENS = 1_024  # on two cores BERT-base answers the quicker, the more alike the windows of a forward pass are
 THREADS = torch.get_num_threads()
 
@@ -62,11 +67,19 @@ def predict_logits(
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
         for rows, width in tqdm(batches, unit="batch", disable=not progress):
             batch = samples.batch(rows, width)
-            output = model(**{name: torch.from_numpy(batch[name]).to(device) for name in INPUTS if name in batch})
+            output = model(
+                **{
+                    name: torch.from_numpy(batch[name]).to(device)
+                    for name in INPUTS
+                    if name in batch
+                }
+            )
             width = min(width, start.shape[1])
             padding = torch.from_numpy(batch["attention_mask"][:, :width] == 0).to(device)
             for logits, found in ((start, output.start_logits), (end, output.end_logits)):
-                logits[done : done + len(rows), :width] = found[:, :width].masked_fill(padding, torch.nan)
+                logits[done : done + len(rows), :width] = found[:, :width].masked_fill(
+                    padding, torch.nan
+                )
             done += len(rows)
     return torch.from_numpy(np.concatenate([rows for rows, _ in batches])), start, end
 
@@ -102,7 +115,9 @@ def load_qa_model(folder: str | Path) -> tuple:
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
     if not weights:
-        raise UserError(f"{folder}: no weights in safetensors; a pickle could run any code when loaded")
+        raise UserError(
+            f"{folder}: no weights in safetensors; a pickle could run any code when loaded"
+        )
     tokenizer = build_tokenizer(folder)
     model = load(folder, AutoModelForQuestionAnswering, "sdpa")
     check_tokenizer(folder, tokenizer, model)
@@ -153,7 +168,9 @@ def ask(folder: str | Path, question: str, context: str) -> dict:
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
     folder = find_folder(folder)
-    loaded = _loaded(folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0))
+    loaded = _loaded(
+        folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0)
+    )
     # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
     torch.set_num_threads(1 if loaded.model.num_parameters() < 10_000_000 else THREADS)
     return answer(loaded, question, context)
@@ -163,7 +180,10 @@ def ask(folder: str | Path, question: str, context: str) -> dict:
 def _loaded(folder: Path, written: int) -> Model:
     """The checkpoint in `folder`, whose weights were `written` then: a run that is done again overwrites them."""
     loaded = load_answerer(folder)
-    for words in (1, 4 * loaded.max_length):  # so that no asker waits for what happens the first time
+    for words in (
+        1,
+        4 * loaded.max_length,
+    ):  # so that no asker waits for what happens the first time
         answer(loaded, "who", "she " * words)
     return loaded
 
@@ -180,12 +200,16 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     source = asked(question, context)
     (example,), clock = source.examples, [time.perf_counter()]
     try:
-        samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False)
+        samples = build_samples(
+            source, loaded.tokenizer, loaded.max_length, loaded.stride, cache=False
+        )
     except DataError:
         most = f"this model, which reads {loaded.max_length} tokens at a time"
         raise DataError(f"the question is too long for {most}") from None
     if len(samples) > MOST_WINDOWS:
-        raise DataError(f"the question is so long that this model would read its paragraph in {len(samples):,} pieces")
+        raise DataError(
+            f"the question is so long that this model would read its paragraph in {len(samples):,} pieces"
+        )
     clock.append(time.perf_counter())
     logits = predict_logits(loaded.model, samples, loaded.model.device, batch_tokens=BATCH_TOKENS)
     logits = [rows.cpu() for rows in logits]  # which waits for the GPU
@@ -214,14 +238,28 @@ def main(args: argparse.Namespace) -> int:
     file = given == [True, True, False, False]
     if not file and given != [False, False, True, True]:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
-    source = open_source(args.data, "validation", labelled=False) if file else asked(args.question, args.context)
+    source = (
+        open_source(args.data, "validation", labelled=False)
+        if file
+        else asked(args.question, args.context)
+    )
     _ = source.examples  # bad data is told before the model takes its seconds to load
     loaded = load_answerer(find_folder(args.model))
-    answers = answers_to(source, loaded, None if file else False, progress=file and sys.stderr.isatty())
+    answers = answers_to(
+        source, loaded, None if file else False, progress=file and sys.stderr.isatty()
+    )
     if file:
         print("\n".join(map(str, answers.write(args.out))))
     else:
-        (best,), (text,), (odds,) = answers.nbest.values(), answers.predictions.values(), answers.null_odds.values()
+        (best,), (text,), (odds,) = (
+            answers.nbest.values(),
+            answers.predictions.values(),
+            answers.null_odds.values(),
+        )
         chance = next(entry["probability"] for entry in best if entry["text"] == text)
-        print(json.dumps({"answer": text, "probability": chance, "null_odds": odds}, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"answer": text, "probability": chance, "null_odds": odds}, ensure_ascii=False
+            )
+        )
     return 0

@@ -35,14 +35,22 @@ class Checkpoint:
 
     def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
         """`strategy` is the way in which the processes of the run share it."""
-        self.path, self.hash, self.every = run_dir / CHECKPOINT, spec.hash, spec.preset.checkpoint_every
+        self.path, self.hash, self.every = (
+            run_dir / CHECKPOINT,
+            spec.hash,
+            spec.preset.checkpoint_every,
+        )
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
     def save(self, step: int) -> None:
         """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
         disk is full."""
-        tensors = {f"model.{name}": gather(p.detach()) for name, p in self.model.named_parameters() if p.requires_grad}
+        tensors = {
+            f"model.{name}": gather(p.detach())
+            for name, p in self.model.named_parameters()
+            if p.requires_grad
+        }
         plain = {}
         for index, parameter in self._parameters().items():
             for key, value in self.optimizer.state[parameter].items():
@@ -83,7 +91,9 @@ class Checkpoint:
             temporary.replace(regular(self.path))
         except (OSError, safetensors.SafetensorError) as problem:
             temporary.unlink(missing_ok=True)
-            raise RecordError(f"cannot write {self.path}: {problem}; one that was there before is intact") from problem
+            raise RecordError(
+                f"cannot write {self.path}: {problem}; one that was there before is intact"
+            ) from problem
 
     def load(self) -> tuple[int, str | None]:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is
@@ -107,8 +117,12 @@ class Checkpoint:
             with safe_open(self.path, "pt") as stored:
                 state = json.loads(stored.metadata()["state"])
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-            found = {name: state[name] for name in ("hash", "code", "digest", "commit", "libraries")}
-        except Exception as problem:  # whatever safetensors, JSON and this layout make of a damaged file
+            found = {
+                name: state[name] for name in ("hash", "code", "digest", "commit", "libraries")
+            }
+        except (
+            Exception
+        ) as problem:  # whatever safetensors, JSON and this layout make of a damaged file
             raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
         if found["hash"] != self.hash:
             raise NotBelieved("is of another run")
@@ -129,7 +143,9 @@ class Checkpoint:
                 if not name.startswith(prefix):
                     continue
                 if torch.is_tensor(value):
-                    value = self.strategy.shard(value if name in state["on_cpu"] else value.to(self.device), parameter)
+                    value = self.strategy.shard(
+                        value if name in state["on_cpu"] else value.to(self.device), parameter
+                    )
                 own[name.removeprefix(prefix)] = value
         self.scaler.load_state_dict(state["scaler"])
         # A process that the run did not have before draws from its own seed on.
@@ -144,13 +160,19 @@ class Checkpoint:
         """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
         state_dict, whose form bitsandbytes changes."""
         parameters = (p for group in self.optimizer.param_groups for p in group["params"])
-        return {self.strategy.place(number): parameter for number, parameter in enumerate(parameters)}
+        return {
+            self.strategy.place(number): parameter for number, parameter in enumerate(parameters)
+        }
 
 
 def _changed(before: dict[str, str | None]) -> str | None:
     """Which libraries have another version than those that a run began with, in words; None where none has."""
     now = libraries()
-    other = [f"{name} {now[name]} (it began with {before.get(name)})" for name in now if now[name] != before.get(name)]
+    other = [
+        f"{name} {now[name]} (it began with {before.get(name)})"
+        for name in now
+        if now[name] != before.get(name)
+    ]
     return f"went on under {', '.join(other)}" if other else None
 
 
@@ -168,4 +190,8 @@ def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) ->
 def code_digest(package: Path = Path(__file__).parents[1]) -> str:
     """SHA-256 (hex) over the sources in CODE, and the data files beside them."""
     paths = (package / name for name in CODE)
-    return hash_files(source for path in paths for source in ([path] if path.is_file() else sorted(path.glob("*.*"))))
+    return hash_files(
+        source
+        for path in paths
+        for source in ([path] if path.is_file() else sorted(path.glob("*.*")))
+    )

@@ -55,7 +55,9 @@ class ChunkedLossOf(torch.nn.Module):
         """The mean loss of predicting each next token; both [batch, tokens]."""
         hidden = self.model.base_model(input_ids=input_ids).last_hidden_state
         targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        return linear_cross_entropy(hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten(), self.fp8)
+        return linear_cross_entropy(
+            hidden.flatten(0, 1), self.model.lm_head.weight, targets.flatten(), self.fp8
+        )
 
 
 def compiled(model: torch.nn.Module, settings: Settings):
@@ -68,7 +70,9 @@ def compiled(model: torch.nn.Module, settings: Settings):
         return model
     backend = "inductor" if settings.compile == "regional" else settings.compile
     # Read when the first forward pass is compiled.
-    torch._functorch.config.ban_recompute_materialized_backward = settings.activation_checkpointing != "elementwise"
+    torch._functorch.config.ban_recompute_materialized_backward = (
+        settings.activation_checkpointing != "elementwise"
+    )
     # Their forward and backward passes are parts of the traced graph, and so of its key.
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
     # Where shapes are symbolic, the rates of dropout would be as well at first, and all would be traced a second time.
@@ -80,7 +84,11 @@ def compiled(model: torch.nn.Module, settings: Settings):
         # takes twice as long for every layer, and hours for twelve.
         make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, require_contiguous, warn=False)
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
-    return RegionalModel(model.model, by_backend) if settings.compile == "regional" else by_backend(model)
+    return (
+        RegionalModel(model.model, by_backend)
+        if settings.compile == "regional"
+        else by_backend(model)
+    )
 
 
 def start_compilers(settings: Settings, device: torch.device) -> None:
@@ -91,7 +99,9 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
     Meanwhile this process imports the rest of Inductor, which the first step would do.
     """
     if device.type == "cuda" and settings.compile in ("inductor", "regional"):
-        from torch._inductor.async_compile import AsyncCompile  # which variants without a compiler do not need
+        from torch._inductor.async_compile import (
+            AsyncCompile,
+        )  # which variants without a compiler do not need
 
         AsyncCompile.wakeup()
         import torch._inductor.compile_fx  # noqa: F401
@@ -101,7 +111,9 @@ def compile_kernels(forward: Callable[[], torch.Tensor], model: torch.nn.Module)
     """Have Triton compile the kernels of a step at once, where no compiler of the model asks for them before the first
     one runs (kernels/common.py): by a forward and a backward pass among fake tensors. `forward` gives the loss."""
     with FakeTensorMode(allow_non_fake_inputs=True):
-        torch.autograd.grad(forward(), [p for p in model.parameters() if p.requires_grad], allow_unused=True)
+        torch.autograd.grad(
+            forward(), [p for p in model.parameters() if p.requires_grad], allow_unused=True
+        )
 
 
 _compiled_before = False  # whether this process has compiled for an earlier run, which leaves more than Dynamo forgets
@@ -110,7 +122,9 @@ _compiled_before = False  # whether this process has compiled for an earlier run
 def forget_compiled() -> None:
     """Start as in a new process: Dynamo counts what it compiled for all models, and soon leaves the rest uncompiled."""
     global _compiled_before
-    if counters := torch._dynamo.utils.counters:  # or else there is nothing, and `reset` would import Inductor
+    if (
+        counters := torch._dynamo.utils.counters
+    ):  # or else there is nothing, and `reset` would import Inductor
         _compiled_before |= counters["stats"]["unique_graphs"] > 0
         torch._dynamo.reset()
         counters.clear()

@@ -11,7 +11,9 @@ from collections.abc import Callable
 
 import torch
 
-WARM_UP = 3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
+WARM_UP = (
+    3  # steps before the capture: the compiler, cuBLAS and the optimizer's state must have settled
+)
 
 
 class GraphedStep:
@@ -35,10 +37,14 @@ class GraphedStep:
             torch.cuda.current_stream().wait_stream(self.stream)
             return loss
         if self.calls == WARM_UP + 1:
-            self.inputs = [{name: tensor.clone() for name, tensor in part.items()} for part in inputs]
+            self.inputs = [
+                {name: tensor.clone() for name, tensor in part.items()} for part in inputs
+            ]
             self.graph = torch.cuda.CUDAGraph()
             # Other threads may ask CUDA meanwhile, as NCCL's watchdog does.
-            with torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                self.graph, stream=self.stream, capture_error_mode="thread_local"
+            ):
                 self.loss = self.step(self.inputs, *fixed)
         else:
             torch._foreach_copy_(_tensors(self.inputs), _tensors(inputs))

@@ -47,7 +47,9 @@ class NoParallel:
     Made when the model is on its device, and before the optimizer, which updates `parameters`.
     """
 
-    forward_backward = None  # what makes all of a step's passes, where it is not one micro-batch after the other
+    forward_backward = (
+        None  # what makes all of a step's passes, where it is not one micro-batch after the other
+    )
     own = None  # the square norm of the gradients that this process has made in a step, where it is known
     draws_alike = False  # whether all processes draw the same random numbers
 
@@ -69,13 +71,17 @@ class NoParallel:
     def reduce_grads(self) -> None:
         """After the last backward pass: average the gradients over the processes."""
 
-    def sync_found_inf(self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> None:
+    def sync_found_inf(
+        self, scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer
+    ) -> None:
         """After the gradients are unscaled: let all processes know whether one has found an overflow."""
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """The norm of all gradients from the norm of those that this process has. Notes it beside `own`, for the noise
         scale (train/grad_noise.py)."""
-        if self.own is not None and self.settings.precision != "fp16":  # where a loss scale is on `own`
+        if (
+            self.own is not None and self.settings.precision != "fp16"
+        ):  # where a loss scale is on `own`
             self.ranks.stats.note_norms(self.own, norm.square())
         self.own = None
         return norm
@@ -108,7 +114,9 @@ class DDP(NoParallel):
 
     def wrapped(self, forward):
         # Buffers are the seeds of hash dropout, and each process draws its own.
-        self.forward = DistributedDataParallel(forward, gradient_as_bucket_view=True, **{OWN_BUFFERS: False})
+        self.forward = DistributedDataParallel(
+            forward, gradient_as_bucket_view=True, **{OWN_BUFFERS: False}
+        )
         self.ranks.wrapper = type(self.forward).__name__
         if self.settings.parallel == "ddp-bf16":  # by its own name DDP takes the hook on GPUs alone
             self.forward.register_comm_hook(None, lambda *bucket: bf16_compress_hook(*bucket))
@@ -167,7 +175,9 @@ def flatten(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> torch.
 
 def unflatten(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
     """Let the gradients of some parameters be the parts of a flat tensor."""
-    for parameter, gradient in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
+    for parameter, gradient in zip(
+        parameters, flat.split([p.numel() for p in parameters]), strict=True
+    ):
         parameter.grad = gradient.view_as(parameter)
 
 
@@ -182,14 +192,20 @@ def gather(tensor: torch.Tensor) -> torch.Tensor:
 
 def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """The reverse of `gather`: of a tensor the share that this process has of the parameter `like`."""
-    return distribute_tensor(tensor, like.device_mesh, like.placements) if isinstance(like, DTensor) else tensor
+    return (
+        distribute_tensor(tensor, like.device_mesh, like.placements)
+        if isinstance(like, DTensor)
+        else tensor
+    )
 
 
 def gather_model(model: torch.nn.Module, build, ranks: ProcessGroup) -> torch.nn.Module:
     """The trained model, with whole parameters each in memory of its own: the same, or where it was in shares another,
     which `build()` makes. All processes call this together."""
     if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
-        weights = ranks.gather_stages({name: gather(p.detach()) for name, p in model.named_parameters()})
+        weights = ranks.gather_stages(
+            {name: gather(p.detach()) for name, p in model.named_parameters()}
+        )
         model = build()
         for name, parameter in model.named_parameters():
             parameter.data.copy_(weights[name])

@@ -25,7 +25,9 @@ from qa_lib.measure.meter import elapsed
 from qa_lib.presets import Preset
 from qa_lib.record import Noise
 
-REFERENCE = Preset.effective_batch  # samples of the batch whose efficiency is 1: that of the reference project
+REFERENCE = (
+    Preset.effective_batch
+)  # samples of the batch whose efficiency is 1: that of the reference project
 KEPT = 100  # steps that a pipeline's bubble is measured over, the last
 # What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of twice as many leaves
 # its square. So the means reach back over as many samples whatever the batch, and noise scales of different batches
@@ -79,7 +81,9 @@ class StepStats:
         """What the norms of so many steps say (`noise`), empty where none were noted. All processes call
         this together; it waits for the device."""
         ranks = self.ranks
-        norms = ranks.mean(self.norms.clone()) * ranks.stages  # the square norms of a pipeline's stages add up
+        norms = (
+            ranks.mean(self.norms.clone()) * ranks.stages
+        )  # the square norms of a pipeline's stages add up
         if not norms.any() or not norms.isfinite().all():
             return Noise()
         own, mean = (norms / (1 - self.kept(steps))).tolist()  # the running means began at 0

@@ -18,7 +18,15 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import ChunkedLossOf, LossOf, compile_kernels
 from qa_lib.train.cuda_graph import GraphedStep
 from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
-from qa_lib.train.optim import Precision, build_optimizer, clip, learning_rate, set_rate, trained, unscale
+from qa_lib.train.optim import (
+    Precision,
+    build_optimizer,
+    clip,
+    learning_rate,
+    set_rate,
+    trained,
+    unscale,
+)
 from qa_lib.train.overlap import OverlapDDP, OverlapZero1
 from qa_lib.train.pipeline import Pipeline
 from qa_lib.train.process_group import ProcessGroup
@@ -43,12 +51,24 @@ STRATEGIES = {
 class OptimizerStep:
     """Forward and backward pass of every micro-batch, then one update of the weights."""
 
-    def __init__(self, model, batches: Batches, spec: Spec, precision: Precision, hooks: Hooks, ranks: ProcessGroup):
+    def __init__(
+        self,
+        model,
+        batches: Batches,
+        spec: Spec,
+        precision: Precision,
+        hooks: Hooks,
+        ranks: ProcessGroup,
+    ):
         self.model, self.precision, self.hooks = model, precision, hooks
         self.strategy = STRATEGIES[spec.settings.parallel](model, ranks, spec.settings)
         forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
         loss = spec.settings.loss
-        forward = LossOf(forward) if loss == "native" else ChunkedLossOf(forward, fp8=loss == "chunked-fp8")
+        forward = (
+            LossOf(forward)
+            if loss == "native"
+            else ChunkedLossOf(forward, fp8=loss == "chunked-fp8")
+        )
         self.forward = self.strategy.wrapped(forward)
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         # The cudagraphs backend returns gradients in memory which its next replay writes over. Where a further
@@ -58,13 +78,20 @@ class OptimizerStep:
             for parameter in trained(model):
                 parameter.grad = torch.zeros_like(parameter)
 
-    def __call__(self, micro_batches: list[dict[str, torch.Tensor]], parts: list[float]) -> torch.Tensor:
+    def __call__(
+        self, micro_batches: list[dict[str, torch.Tensor]], parts: list[float]
+    ) -> torch.Tensor:
         """One step on model inputs that are on the device; the mean loss, which stays there.
 
         Each micro-batch is one of `parts` equal parts of what this process does in the step, where all have the same
         number of samples, and counts accordingly more or less where they have not.
         """
-        scaler, optimizer, hooks, strategy = self.precision.scaler, self.optimizer, self.hooks, self.strategy
+        scaler, optimizer, hooks, strategy = (
+            self.precision.scaler,
+            self.optimizer,
+            self.hooks,
+            self.strategy,
+        )
         strategy.begin()
         mean_loss = (strategy.forward_backward or self.forward_backward)(micro_batches, parts)
         with hooks.phase("reduce"):
@@ -94,7 +121,13 @@ class OptimizerStep:
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    run_dir: Path,
+    say,
+    hooks: Hooks,
+    ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
 
@@ -117,7 +150,9 @@ def train(
             compile_kernels(lambda: step.forward(**inputs), model)
     # From the step after which compilation allocates no more. The cudagraphs backend records its graphs in the first,
     # and a replay allocates nothing that would be seen.
-    meter = Meter(device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM)
+    meter = Meter(
+        device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM
+    )
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
@@ -133,14 +168,18 @@ def train(
             loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
-        saves = checkpoint.every > 0 and number % checkpoint.every == 0 and number < batches.steps  # not the last
+        saves = (
+            checkpoint.every > 0 and number % checkpoint.every == 0 and number < batches.steps
+        )  # not the last
         log.step(meter, batches.tokens(micro_batches), loss, rate, write=saves)
         if saves:
             step.strategy.finish()
             checkpoint.save(number)
             meter.resume()
         hooks.finished(number)
-    if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:  # else they would change what is scored
+    if (
+        ranks.world > 1 and not spec.preset.quality and begin < batches.steps
+    ):  # else they would change what is scored
         ranks.stats.note_overlap(lambda: take_step(inputs, parts))
     step.strategy.finish()
     return step.optimizer, meter, begin, note

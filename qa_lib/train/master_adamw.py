@@ -47,11 +47,19 @@ from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 
 ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
 FINER = 2.0**11  # times so much an fp16 weight's low bits are kept
-COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")  # of a parameter's state, as the update takes them
+COLUMNS = (
+    "low_bits",
+    "exp_avg",
+    "exp_avg_sq",
+    "scales",
+    "first",
+)  # of a parameter's state, as the update takes them
 COUNT = 16  # tensors of a call
 NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
-GOLDEN = 0x9E3779B1 - 2**32  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
+GOLDEN = (
+    0x9E3779B1 - 2**32
+)  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -74,7 +82,9 @@ class MasterAdamW(torch.optim.Optimizer):
     def __init__(self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
-        self.global_norm = lambda norm: norm  # of all gradients, where it has a share of them (train/data_parallel.py)
+        self.global_norm = lambda norm: (
+            norm
+        )  # of all gradients, where it has a share of them (train/data_parallel.py)
         parameters, elements = self.param_groups[0]["params"], 0
         for parameter in parameters:
             blocks = -(-parameter.numel() // eight_bit.BLOCK) if moments == torch.uint8 else 0
@@ -95,13 +105,19 @@ class MasterAdamW(torch.optim.Optimizer):
     def _compile_kernels(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have the kernels compiled for what they will work on (kernels/common.py)."""
         with FakeTensorMode() as mode:
-            columns = [[mode.from_tensor(p) for p in parameters]] * 2  # a gradient is like its parameter
+            columns = [
+                [mode.from_tensor(p) for p in parameters]
+            ] * 2  # a gradient is like its parameter
             for name in COLUMNS:
                 columns.append([mode.from_tensor(self.state[p][name]) for p in parameters])
             number = torch.empty((), device=parameters[0].device)
-            skip = number if parameters[0].dtype == torch.float16 else None  # whose loss has a scale
+            skip = (
+                number if parameters[0].dtype == torch.float16 else None
+            )  # whose loss has a scale
             _norm_by_kernel(columns[1])
-            _update_by_kernel(*columns, *[number] * 4, *self.defaults["betas"], self.defaults["eps"], skip)
+            _update_by_kernel(
+                *columns, *[number] * 4, *self.defaults["betas"], self.defaults["eps"], skip
+            )
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -116,7 +132,9 @@ class MasterAdamW(torch.optim.Optimizer):
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
             torch._foreach_add_(steps, 1)
         else:
-            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0) / self.grad_scale
+            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(
+                max=1.0
+            ) / self.grad_scale
             skip = self.found_inf
             # A tensor each: of one for all, PyTorch asks the device for its value, which a capture forbids.
             torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
@@ -150,13 +168,18 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _calls(*columns: list[torch.Tensor]):
     """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
     sizes of the tensors. One size that is no multiple of ALIGN slows its whole call, so that these come last."""
-    together = sorted(zip(*columns, strict=True), key=lambda one: (one[0].numel() % ALIGN > 0, -one[0].numel()))
+    together = sorted(
+        zip(*columns, strict=True), key=lambda one: (one[0].numel() % ALIGN > 0, -one[0].numel())
+    )
     for begin in range(0, len(together), COUNT):
         call = together[begin : begin + COUNT]
         yield tuple(zip(*call, strict=True)), tuple(one[0].numel() for one in call)
 
 
-LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}  # the type of a weight's low bits
+LOW_TYPES = {
+    torch.bfloat16: torch.int16,
+    torch.float16: torch.float16,
+}  # the type of a weight's low bits
 
 
 def master_of(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -216,7 +239,11 @@ def coded_moments(mean, square, bits) -> tuple[torch.Tensor, torch.Tensor, torch
     root_codes, root_scale = eight_bit.encode(roots, (random >> 16) & 0xFFFF, eight_bit.ROOT_CUT)
     codes = torch.where(means < 0, codes + 128, codes)
     root_codes = torch.where(roots > 0, root_codes.clamp(min=1), 0)
-    return elements_of(codes, mean), elements_of(root_codes, mean), torch.cat([mean_scale, root_scale], 1)
+    return (
+        elements_of(codes, mean),
+        elements_of(root_codes, mean),
+        torch.cat([mean_scale, root_scale], 1),
+    )
 
 
 def update(
@@ -233,10 +260,21 @@ def update(
     new_weight, new_low = halves(master_of(weight, low) - move, weight.dtype)
     if mean.dtype == torch.bfloat16:
         bits = random_bits(mean, first, step)
-        new_mean, new_square = upper(new_mean, bits & 0xFFFF), upper(new_square, (bits >> 16) & 0xFFFF)
+        new_mean, new_square = (
+            upper(new_mean, bits & 0xFFFF),
+            upper(new_square, (bits >> 16) & 0xFFFF),
+        )
     elif mean.dtype == torch.uint8:
-        new_mean, new_square, new_scale = coded_moments(new_mean, new_square, random_bits(mean, first, step))
-    changes = (mean, new_mean), (square, new_square), (scale, new_scale), (low, new_low), (weight, new_weight)
+        new_mean, new_square, new_scale = coded_moments(
+            new_mean, new_square, random_bits(mean, first, step)
+        )
+    changes = (
+        (mean, new_mean),
+        (square, new_square),
+        (scale, new_scale),
+        (low, new_low),
+        (weight, new_weight),
+    )
     for old, new in changes:
         old.copy_(new if skip is None else torch.where(skip != 0, old, new))
 
@@ -314,14 +352,18 @@ def adamw(
     square_at = chosen(squares, number, COUNT) + element
     scale_at = chosen(scales, number, COUNT) + 2 * block
     CODED: tl.constexpr = means[0].dtype.element_ty == tl.uint8
-    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32) * tl.load(factor)
+    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside, other=0.0).to(
+        tl.float32
+    ) * tl.load(factor)
     weight = tl.load(weight_at, mask=inside).to(tl.float32)
     low = tl.load(low_at, mask=inside)
     if CODED:
         code = tl.load(mean_at, mask=inside, other=0).to(tl.int32)
         mean = decode_kernel(code & 127, tl.load(scale_at), MEAN_CUT)
         mean = tl.where(code > 127, -mean, mean)
-        root = decode_kernel(tl.load(square_at, mask=inside, other=0).to(tl.int32), tl.load(scale_at + 1), ROOT_CUT)
+        root = decode_kernel(
+            tl.load(square_at, mask=inside, other=0).to(tl.int32), tl.load(scale_at + 1), ROOT_CUT
+        )
         square = root * root
     else:
         mean = tl.load(mean_at, mask=inside).to(tl.float32)
@@ -331,7 +373,9 @@ def adamw(
     square = square * BETA2 + grad * grad * (1 - BETA2)
     move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
     if lows[0].dtype.element_ty == tl.int16:
-        master = (weight.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(tl.float32, bitcast=True) - move
+        master = (weight.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(
+            tl.float32, bitcast=True
+        ) - move
         weight = upper_kernel(master, 0x8000)
         low = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
     else:

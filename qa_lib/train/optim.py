@@ -37,7 +37,9 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype, enabled=self.mixed)
 
 
-def build_optimizer(model: torch.nn.Module, spec: Spec, parameters: list | None = None) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: torch.nn.Module, spec: Spec, parameters: list | None = None
+) -> torch.optim.Optimizer:
     """The settings' optimizer over `parameters`, by default all that train: AdamW without weight decay, as in the
     reference project, in one of its forms."""
     return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), peak_rate(spec))
@@ -86,7 +88,12 @@ def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
     return optimizer
 
 
-OPTIMIZERS = {"adamw": _adamw, "adamw-fused": _fused, "adamw-8bit": _adamw8bit, "adamw-master": _master}
+OPTIMIZERS = {
+    "adamw": _adamw,
+    "adamw-fused": _fused,
+    "adamw-8bit": _adamw8bit,
+    "adamw-master": _master,
+}
 OPTIMIZERS["adamw-master-bf16"] = partial(_master, moments=torch.bfloat16)
 OPTIMIZERS["adamw-master-8bit"] = partial(_master, moments=torch.uint8)
 
@@ -103,7 +110,9 @@ def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> N
         optimizer.grad_scale = scaler._get_scale_async()
 
 
-def clip(optimizer: torch.optim.Optimizer, global_norm: Callable[[torch.Tensor], torch.Tensor]) -> None:
+def clip(
+    optimizer: torch.optim.Optimizer, global_norm: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
     """Scale the gradients down to the norm CLIP; MasterAdamW does so itself while it reads them.
 
     `global_norm` makes the norm of all gradients from that of the optimizer's (see data_parallel.NoParallel).
@@ -112,7 +121,9 @@ def clip(optimizer: torch.optim.Optimizer, global_norm: Callable[[torch.Tensor],
         optimizer.global_norm = global_norm
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = global_norm(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    norm = global_norm(
+        torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+    )
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
 
 

@@ -51,13 +51,19 @@ class GradReadyHooks:
     """Calls `send(number)` as soon as a backward pass has made all gradients of one of some lists of parameters."""
 
     def __init__(self, lists: list[list[torch.nn.Parameter]], send: Callable[[int], None]):
-        self.lists, self.send, self.missing = lists, send, None  # of each list so many gradients, if they are awaited
+        self.lists, self.send, self.missing = (
+            lists,
+            send,
+            None,
+        )  # of each list so many gradients, if they are awaited
         # A hook lies in a parameter where Python's collector does not look, so that one that held what holds the
         # parameter would keep the whole model for good.
         own = weakref.proxy(self)
         for number, parameters in enumerate(lists):
             for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(lambda _, number=number: own.arrived(number))
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, number=number: own.arrived(number)
+                )
 
     @contextlib.contextmanager
     def awaited(self, last: bool):
@@ -66,7 +72,9 @@ class GradReadyHooks:
         self.missing = list(map(len, self.lists)) if last else None
         yield
         if last and (missing := sum(self.missing)):
-            raise RuntimeError(f"{missing} of the model's parameters have no gradient, and their regions wait for them")
+            raise RuntimeError(
+                f"{missing} of the model's parameters have no gradient, and their regions wait for them"
+            )
 
     def arrived(self, number: int) -> None:
         """One more gradient of that list is there."""
@@ -76,7 +84,9 @@ class GradReadyHooks:
                 self.send(number)
 
 
-def split_by_region(parameters: list[torch.nn.Parameter], model: torch.nn.Module) -> list[list[torch.nn.Parameter]]:
+def split_by_region(
+    parameters: list[torch.nn.Parameter], model: torch.nn.Module
+) -> list[list[torch.nn.Parameter]]:
     """Those of each of the model's regions, in order of the forward pass. A parameter of two regions is through with
     the lower one, and what is in none goes with the embeddings."""
     region_of, regions = dict.fromkeys(parameters, 0), regions_of(model)
@@ -91,7 +101,10 @@ class OverlapDDP(OneBucketDDP):
     def __init__(self, model, ranks, settings):
         super().__init__(model, ranks, settings)
         self.regions = split_by_region(self.parameters, model)
-        self.side_stream, self.sent = SideStream(ranks.device), []  # gradients, their square norm, their region
+        self.side_stream, self.sent = (
+            SideStream(ranks.device),
+            [],
+        )  # gradients, their square norm, their region
         self.grad_hooks = GradReadyHooks(self.regions if ranks.world > 1 else [], self._send)
 
     def micro_batch(self, last):
@@ -120,7 +133,9 @@ class OverlapZero1(Zero1):
 
     def divided(self):
         regions = split_by_region(self.parameters, self.model)
-        shares = {number: FlatShard(region, self.ranks) for number, region in enumerate(regions) if region}
+        shares = {
+            number: FlatShard(region, self.ranks) for number, region in enumerate(regions) if region
+        }
         self.by_region, self.side_stream, self.norms = shares, SideStream(self.ranks.device), []
         self.grad_hooks = GradReadyHooks(regions, self._send)
         return [*shares.values()]

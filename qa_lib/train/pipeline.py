@@ -30,7 +30,12 @@ have the same layers.
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
 
 from qa_lib.measure.meter import Stopwatch
 from qa_lib.model.architectures import encoder_of, layers_of
@@ -60,14 +65,20 @@ class Pipeline(OneBucketDDP):
 
     def __init__(self, model: nn.Module, ranks: ProcessGroup, settings: Settings):
         """Leaves of the model what this stage has, other modules empty. SpecError where layers cannot be divided."""
-        encoder, layers, self.count = encoder_of(model), layers_of(model), ranks.stages * settings.chunks
+        encoder, layers, self.count = (
+            encoder_of(model),
+            layers_of(model),
+            ranks.stages * settings.chunks,
+        )
         size, rest = divmod(len(layers), self.count)
         if rest:
             raise SpecError(f"a model of {len(layers)} layers has no {self.count} equal parts")
         kind, axes = ranks.device.type, ("replica", "stage")
         mesh = dist.init_device_mesh(kind, (ranks.replicas, ranks.stages), mesh_dim_names=axes)
         self.peers, self.line = mesh.get_group("replica"), mesh.get_group("stage")
-        self.numbers = range(mesh.get_local_rank("stage"), self.count, ranks.stages)  # of the parts that are here
+        self.numbers = range(
+            mesh.get_local_rank("stage"), self.count, ranks.stages
+        )  # of the parts that are here
         names = [name for name, _ in model.named_parameters()]
         part_of = dict.fromkeys(encoder.embeddings, 0) | {encoder.head: self.count - 1}
         part_of |= {f"{encoder.layers}.{number}": number // size for number in range(len(layers))}
@@ -145,7 +156,9 @@ class Stage(PipelineStage):
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):
         clock = Stopwatch(self.device)
         with self.autocast():
-            output = super().forward_one_chunk(number, args, self.micro_batches[number], *rest, **options)
+            output = super().forward_one_chunk(
+                number, args, self.micro_batches[number], *rest, **options
+            )
         self.laps.append(clock.lap())
         return output
 
@@ -154,4 +167,6 @@ class Stage(PipelineStage):
         super().backward_one_chunk(*args, **options)
         self.laps.append(clock.lap())
         if self.alone and self.first is None:
-            self.first = square_norm(flatten([p for p in self.submod.parameters() if p.requires_grad]))
+            self.first = square_norm(
+                flatten([p for p in self.submod.parameters() if p.requires_grad])
+            )

@@ -58,13 +58,19 @@ class ProcessGroup(AbstractContextManager):
         self.parts = self.replicas if self.replicas > 1 else spec.micro_batches
         self.batch = spec.micro_batches * spec.settings.micro_batch
         if spec.settings.parallel != "none" and not dist.is_initialized():
-            place = {"store": self.store or dist.HashStore(), "rank": self.rank, "world_size": self.world}
+            place = {
+                "store": self.store or dist.HashStore(),
+                "rank": self.rank,
+                "world_size": self.world,
+            }
             # With a device NCCL connects now: it could not while a graph is captured.
             device = self.device if self.backend == "nccl" else None
             dist.init_process_group(self.backend, timeout=SILENCE, device_id=device, **place)
 
     def __exit__(self, kind, *_) -> None:
-        if dist.is_initialized() and kind is None:  # after an error the others may never come to the end
+        if (
+            dist.is_initialized() and kind is None
+        ):  # after an error the others may never come to the end
             dist.destroy_process_group()
 
     def local_micro_batches(self, micro_batches: list) -> list:
@@ -83,9 +89,13 @@ class ProcessGroup(AbstractContextManager):
         """What the stages of this process's pipeline gave, in one dict, tensors on the CPU; without stages, its own."""
         if self.stages == 1:
             return own
-        found = self.gather({key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()})
+        found = self.gather(
+            {key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()}
+        )
         first = self.rank - self.rank % self.stages
-        return {key: value for part in found[first : first + self.stages] for key, value in part.items()}
+        return {
+            key: value for part in found[first : first + self.stages] for key, value in part.items()
+        }
 
     def gather(self, value) -> list:
         """What each process gave, in order of their ranks."""

@@ -43,19 +43,36 @@ class StepLog:
     """
 
     def __init__(
-        self, run_dir: Path, spec: Spec, steps: int, begin: int, scaler: torch.amp.GradScaler, ranks: ProcessGroup, say
+        self,
+        run_dir: Path,
+        spec: Spec,
+        steps: int,
+        begin: int,
+        scaler: torch.amp.GradScaler,
+        ranks: ProcessGroup,
+        say,
     ):
-        self.path, self.steps, self.written, self.scaler = run_dir / "steps.jsonl", steps, begin, scaler
+        self.path, self.steps, self.written, self.scaler = (
+            run_dir / "steps.jsonl",
+            steps,
+            begin,
+            scaler,
+        )
         self.ranks, self.say = ranks, say if ranks.first else lambda _: None
         self.pending, self.begin, self.said = [], begin, begin
         self.started = self.looked = self.said_at = time.monotonic()
-        self.label, self.samples = f"{spec.variant} seed {spec.seed}", spec.micro_batches * spec.settings.micro_batch
+        self.label, self.samples = (
+            f"{spec.variant} seed {spec.seed}",
+            spec.micro_batches * spec.settings.micro_batch,
+        )
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
         self._append([line for line in read_steps(self.path) if line["step"] <= begin], mode="w")
 
-    def step(self, meter: Meter, tokens: tuple, loss: torch.Tensor, rate: float, write: bool = False) -> None:
+    def step(
+        self, meter: Meter, tokens: tuple, loss: torch.Tensor, rate: float, write: bool = False
+    ) -> None:
         """One optimizer step is done, of so many `tokens`, as Meter.step takes them: note it in the meter, and its mean
         loss (a scalar on the device, not read yet) and learning rate here. Writes what was noted when it is time, after
         the last step, and if told to `write`; the next step's clock starts after that."""
@@ -84,9 +101,13 @@ class StepLog:
         for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
             loss = value if math.isfinite(value) else None
-            lines.append({"step": self.written, "loss": loss, "lr": rate, "ms": round(1e3 * taken, 4)})
+            lines.append(
+                {"step": self.written, "loss": loss, "lr": rate, "ms": round(1e3 * taken, 4)}
+            )
             if loss is None and not excused:
-                broken = broken or NonFiniteLoss(self.written, f"the weights or --learning-rate give a loss of {value}")
+                broken = broken or NonFiniteLoss(
+                    self.written, f"the weights or --learning-rate give a loss of {value}"
+                )
         if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append(lines)
@@ -99,7 +120,9 @@ class StepLog:
             self.compiling, self.said, self.said_at = False, self.written, self.looked
         tenth = self.written - self.said >= self.steps / 10
         if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
-            per_step = (self.looked - self.said_at) / (self.written - self.said)  # since the last line
+            per_step = (self.looked - self.said_at) / (
+                self.written - self.said
+            )  # since the last line
             ahead = (self.steps - self.written) * per_step
             taken, left = map(tqdm.format_interval, (self.looked - self.started, ahead))
             self.say(

@@ -40,8 +40,14 @@ class Tensor(NoParallel):
             raise SpecError(f"{ranks.world} processes do not divide {heads} heads of attention")
         encoder = encoder_of(model)
         widening, narrowing = encoder.linears
-        ways = {f"{encoder.self_attention}.{name}": ColwiseParallel() for name in encoder.projections}
-        ways |= {encoder.attention_output: RowwiseParallel(), widening: ColwiseParallel(), narrowing: RowwiseParallel()}
+        ways = {
+            f"{encoder.self_attention}.{name}": ColwiseParallel() for name in encoder.projections
+        }
+        ways |= {
+            encoder.attention_output: RowwiseParallel(),
+            widening: ColwiseParallel(),
+            narrowing: RowwiseParallel(),
+        }
         mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))
         for layer in layers_of(model):
             parallelize_module(layer, mesh, ways)
@@ -50,7 +56,9 @@ class Tensor(NoParallel):
         # Plain tensors on the same memory: no optimizer takes lists of both kinds.
         self.parameters = [torch.nn.Parameter(local(p.detach())) for p in self.trained]
         self.of = dict(zip(self.parameters, self.trained, strict=True))
-        self.alike = [own for own, p in self.of.items() if not is_cut(p)]  # what every process has whole
+        self.alike = [
+            own for own, p in self.of.items() if not is_cut(p)
+        ]  # what every process has whole
 
     def reduce_grads(self):
         for own, parameter in self.of.items():
@@ -60,7 +68,9 @@ class Tensor(NoParallel):
     def global_norm(self, norm):
         # Not from `norm`, whose rounding differs by process: all must scale by the same number.
         cut = [own for own, p in self.of.items() if is_cut(p)]
-        alike, shares = (torch.stack([square_norm(p.grad) for p in each]).sum() for each in (self.alike, cut))
+        alike, shares = (
+            torch.stack([square_norm(p.grad) for p in each]).sum() for each in (self.alike, cut)
+        )
         dist.all_reduce(shares)
         return (alike + shares).sqrt()
 
@@ -69,11 +79,17 @@ class Tensor(NoParallel):
         if state.shape != parameter.shape or not isinstance(like, DTensor):
             return state
         # As bytes, here and below, since NCCL knows no int16.
-        return gather(DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)).view(state.dtype)
+        return gather(
+            DTensor.from_local(state.view(torch.uint8), like.device_mesh, like.placements)
+        ).view(state.dtype)
 
     def shard(self, state, parameter):
         like = self.of[parameter]
-        return local(shard(state.view(torch.uint8), like)).view(state.dtype) if state.shape == like.shape else state
+        return (
+            local(shard(state.view(torch.uint8), like)).view(state.dtype)
+            if state.shape == like.shape
+            else state
+        )
 
 
 def is_cut(parameter: torch.Tensor) -> bool:

@@ -30,7 +30,13 @@ DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
 
 
 def train(
-    model: torch.nn.Module, batches: Batches, spec: Spec, run_dir: Path, say, hooks: Hooks, ranks: ProcessGroup
+    model: torch.nn.Module,
+    batches: Batches,
+    spec: Spec,
+    run_dir: Path,
+    say,
+    hooks: Hooks,
+    ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """As loop.train."""
     settings = spec.settings
@@ -61,12 +67,18 @@ def train(
         disable_tqdm=True,
         report_to="none",
     )
-    arguments._n_gpu = 1  # with more in sight the Trainer would take them all, and multiply the batch
+    arguments._n_gpu = (
+        1  # with more in sight the Trainer would take them all, and multiply the batch
+    )
     lengths = batches.samples.lengths
     numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
-    trainer = _MeteredTrainer(model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches))
+    trainer = _MeteredTrainer(
+        model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches)
+    )
     trainer.parts = []
-    trainer.add_callback(_Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling"))
+    trainer.add_callback(
+        _Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling")
+    )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
     # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
@@ -90,7 +102,9 @@ class _MeteredTrainer(Trainer):
     """Keeps in `parts` the loss of each micro-batch of the step; the last step of an epoch may have fewer of them."""
 
     def training_step(self, *args, **kwargs):
-        self.rate = self.optimizer.param_groups[0]["lr"]  # when the callback is called, the scheduler has set the next
+        self.rate = self.optimizer.param_groups[0][
+            "lr"
+        ]  # when the callback is called, the scheduler has set the next
         self.parts.append(super().training_step(*args, **kwargs))
         return self.parts[-1]
 
@@ -99,8 +113,16 @@ class _Steps(TrainerCallback):
     """Notes each step; and `polls` as the slides' students watched their GPUs: every process starts nvidia-smi after
     every step, and waits for it."""
 
-    def __init__(self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks, polls: bool):
-        self.trainer, self.meter, self.log, self.hooks, self.polls = trainer, meter, log, hooks, polls
+    def __init__(
+        self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks, polls: bool
+    ):
+        self.trainer, self.meter, self.log, self.hooks, self.polls = (
+            trainer,
+            meter,
+            log,
+            hooks,
+            polls,
+        )
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.meter.resume()
@@ -110,6 +132,8 @@ class _Steps(TrainerCallback):
             self.meter.polled.append(polled_utilization())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.log.step(self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate)
+        self.log.step(
+            self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate
+        )
         parts.clear()
         self.hooks.finished(state.global_step)

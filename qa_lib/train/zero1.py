@@ -80,14 +80,18 @@ class Zero1(NoParallel):
 
     def release_grads(self, norms: list[torch.Tensor]) -> None:
         """When the shares are reduced, with the square norms of what was there before."""
-        self.own = sum(norms) if self.ranks.world > 1 else None  # one process has no two batches to compare
+        self.own = (
+            sum(norms) if self.ranks.world > 1 else None
+        )  # one process has no two batches to compare
         for share in self.flat_shards:
             for parameter in share.parameters:
                 parameter.grad = None
 
     def sync_found_inf(self, scaler, optimizer):
         if scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            for found in scaler._per_optimizer_states[id(optimizer)][
+                "found_inf_per_device"
+            ].values():
                 dist.all_reduce(found, dist.ReduceOp.MAX)
 
     def global_norm(self, norm):
