@@ -29,6 +29,21 @@ READ = (
     "merges.txt *.model tekken.json chat_template.jinja"
 ).split()
 
+# What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
+VOCABULARIES = (
+    "special_tokens_map.json added_tokens.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
+    "sentencepiece.bpe.model chat_template.jinja"
+).split()
+SAVED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    *VOCABULARIES,
+    INDEX,
+    SUMS,
+)  # with the weights, the names of all that save_pretrained writes, and the digests
+
 
 def find_folder(name: str | Path) -> Path:
     """The folder that is meant by a path, where a run's means the model/ in it, or by a name of the hub: what has to be
