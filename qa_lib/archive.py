@@ -138,6 +138,11 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
             left_out(run_dir.parent.name, problem)
 
 
+def own_first(found: list[Run]) -> list[Run]:
+    """Of runs those in folders, which are one's own; all of them where none is."""
+    return [run for run in found if run.folder is not None] or found
+
+
 def own_groups(found: Iterable[Run]) -> set[str]:
     """The groups of which some run is in a folder below the runs folder: these are one's own. Archived runs are
     committed evidence, so that a fresh checkout has no group of one's own, and this is empty."""
@@ -197,32 +202,32 @@ def main(args: argparse.Namespace) -> int:
         *runs_in_folders(args.runs, args.group, lambda _, problem: unread.append(problem))
     ]
     ended = [run for run in in_folders if run.record["status"] in record.TERMINAL]
-    lines = _lines(path) if path.exists() else []
-    if ended or lines:
-        count = write_archive(path, lines, ended, unread)
-        print(f"{path}: {count} runs, and beside it their steps")
+    if not ended and not path.exists():
+        for problem in unread:
+            say_left_out(args.group, problem)
+        raise UserError(f"no finished run of group {args.group} below {args.runs}")
+    count = write_archive(path, ended, unread)
+    print(f"{path}: {count} runs, and beside it their steps")
     if len(ended) < len(in_folders):
         print(
             f"not finished, and left out: {len(in_folders) - len(ended)}, which are in their folders alone"
         )
     for problem in unread:
         say_left_out(args.group, RecordError(f"{problem} (it is in its folder alone)"))
-    if not ended and not lines:
-        raise UserError(f"no finished run of group {args.group} below {args.runs}")
     return 1 if unread else 0
 
 
-def write_archive(
-    path: Path, lines: list[bytes], ended: list[Run], unread: list[RecordError]
-) -> int:
+def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> int:
     """Write the lines that an archive has, and behind them those of runs that have ended in folders; their steps beside
     it. Says which lines are of one run, and which cannot be read. Returns how many runs are in it.
 
-    What cannot be read of a folder is appended to `unread`. Raises RecordError for steps of the archive that cannot.
+    What cannot be read of a folder is appended to `unread`. Raises RecordError for an archive, or its steps, that
+    cannot.
 
     The steps are written first. They hold those of all older lines as well, so that a sudden end in between leaves an
     archive that is whole, beside some steps that nobody reads.
     """
+    lines = _lines(path) if path.exists() else []
     kept: list[Run | bytes] = []  # runs of the archive, and lines that cannot be read
     for number, line in enumerate(lines, 1):
         try:
