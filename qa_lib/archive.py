@@ -18,7 +18,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.errors import UserError, printable
+from qa_lib.errors import UserError, one_line, printable
 from qa_lib.record import RecordError
 
 # Of a line of steps.jsonl; phi: the gradient noise scale so far.
@@ -104,7 +104,7 @@ def _archived_steps(path: Path) -> dict[tuple[str, str], pd.DataFrame]:
 
 def say_left_out(group: str, problem: RecordError) -> None:
     """A line on the terminal about a record that cannot be trusted."""
-    print(printable(f"left out: {problem}"), file=sys.stderr)
+    print(one_line(f"left out: {problem}"), file=sys.stderr)
 
 
 def read_runs(
@@ -207,7 +207,7 @@ def main(args: argparse.Namespace) -> int:
             say_left_out(args.group, problem)
         raise UserError(f"no finished run of group {args.group} below {args.runs}")
     count = write_archive(path, ended, unread)
-    print(f"{path}: {count} runs, and beside it their steps")
+    print(printable(f"{path}: {count} runs, and beside it their steps"))
     if len(ended) < len(in_folders):
         print(
             f"not finished, and left out: {len(in_folders) - len(ended)}, which are in their folders alone"
@@ -234,7 +234,7 @@ def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> in
             kept.append(_archived_run(path, number, line))
         except RecordError as problem:
             if line.strip():
-                print(printable(f"kept as it is: {problem}"), file=sys.stderr)
+                print(one_line(f"kept as it is: {problem}"), file=sys.stderr)
                 kept.append(line)
     for run in sorted(ended, key=lambda run: run.key):
         try:

@@ -32,7 +32,7 @@ from typing import IO, Annotated, get_args, get_type_hints
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, one_line
 from qa_lib.presets import Preset, whole_number
 from qa_lib.spec import Spec
 from qa_lib.variants import TASKS, Settings, SpecError, read_toml
@@ -293,9 +293,8 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 def with_result(record: dict, hint: str = "") -> dict:
     """The record of a run that has its result. Raises UserError, with the hint, for one that failed."""
     if record["status"] not in FINISHED:
-        raise UserError(
-            f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}{hint}"
-        )
+        said = f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}"
+        raise UserError(one_line(said) + hint)
     return record
 
 

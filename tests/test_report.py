@@ -577,7 +577,39 @@ def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs,
     )
     assert [each for each in ("![On a CPU: A4 trains", *words) if each not in text] == []
     assert Path("figures/cpu-smoke/ladder.png").is_file()
-    assert len(text.split()) < 450, "three screens at most"
+    assert len(text.split()) < 650, "eleven runs on three screens"
+
+
+def test_ones_own_runs_are_shown_first_and_archived_ones_to_who_names_them(runs, typed):
+    typed("archive cpu-smoke --runs", runs)
+    Path(runs, "cpu-smoke").rename("away")
+    for variant in ("A1", "A2"):
+        make(runs, variant, preset="local")
+    Path(runs, "cpu-smoke.jsonl").write_text(
+        Path(runs, "cpu-smoke.jsonl").read_text().replace('"started":"2', '"started":"3')
+    )
+    said = typed("report")
+    assert said.startswith("Group cpu-local: 2 runs, ") and "cpu-smoke" not in said
+    text = Path("figures/cpu-local/report.md").read_text()
+    assert "cpu-smoke" not in text and not Path("figures/cpu-local/report.ipynb").exists()
+
+
+def test_a_group_of_ones_own_is_shown_without_what_is_archived_of_it(runs, typed):
+    typed("archive cpu-smoke --runs", runs)
+    Path(runs, "cpu-smoke").rename("away")
+    for variant in ("A1", "A2"):
+        make(runs, variant, seed=7)
+    assert typed("report").startswith("Group cpu-smoke: 2 runs, ")
+    every = load_runs(runs)
+    entry = every[every["spec.seed"] == 7]["run"].iloc[0].record
+    assert list(family_table(every, [entry])["variant"]) == ["A1", "A2"]
+
+
+def test_figures_are_not_drawn_into_a_folder_that_is_a_link(runs, typed):
+    for name in ("figures", "theirs"):
+        Path(name).mkdir()
+    Path("figures/cpu-smoke").symlink_to("../theirs")
+    assert "cpu-smoke: a link" in typed("report", code=2) and not list(Path("theirs").iterdir())
 
 
 def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_beside(runs):

@@ -15,7 +15,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.archive import own_groups
-from qa_lib.errors import printable
+from qa_lib.errors import one_line, printable
 from qa_lib.record import writable_folder, write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
@@ -42,10 +42,8 @@ def main(args: argparse.Namespace) -> int:
         problems: list[str] = []
         runs = load.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
         problems += check(runs, args.runs, args.figures)
-        print(
-            "\n".join(problems)
-            or "README.md, pages and figures of the committed runs are up to date"
-        )
+        clean = "README.md, pages and figures of the committed runs are up to date"
+        print("\n".join(map(one_line, problems)) or clean)
         return 1 if problems else 0
     runs = load.load_runs(args.runs)
     if args.readme:
@@ -72,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
     folder = args.figures / group
     try:
         chosen = load.select(shown, group)
-        said = printable(overview(chosen, runs))
+        said = overview(chosen, runs)
         if own_groups(shown["run"]) and len(load.own_first(shown)) == len(shown):
             said += f"\n\nOpen {write_page(chosen, folder)}, with its figure beside it"
         else:
@@ -80,7 +78,7 @@ def main(args: argparse.Namespace) -> int:
             said += f"\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"
     except SPOILT as problem:
         raise load.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
-    print(said)
+    print(printable(said))
     return 0
 
 

@@ -18,7 +18,7 @@ import pandas as pd
 
 from qa_lib import record
 from qa_lib.archive import Run, own_first, read_runs, runs_in_folders
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, printable
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
 EVERY_S = 2.0  # seconds between two looks at the runs that are followed
@@ -49,7 +49,7 @@ def main(args: argparse.Namespace) -> int:
             for run in found
         ]
         record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
-    print(f"{out}: {len(found)} runs")
+    print(printable(f"{out}: {len(found)} runs"))
     if len(found) < len(every):
         print(
             f"left out: {len(every) - len(found)} archived runs; --group G exports those of a group"

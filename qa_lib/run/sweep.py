@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
-from qa_lib.errors import UserError, printable
+from qa_lib.errors import UserError, one_line, printable
 from qa_lib.presets import find_preset
 from qa_lib.run.launch import (
     ROOT,
@@ -135,7 +135,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         bar.close()
         summary, counts = _summary(specs, launcher)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\n{summary}", flush=True)
+            print(printable(f"\n{summary}"), flush=True)
         if on_finish:
             _finish(on_finish, counts)
     return [launcher.entry_of(spec) for spec in specs]
@@ -213,7 +213,7 @@ def _line(spec: Spec, entry: dict) -> str:
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
     parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
     parts += [entry["error"]["message"]] if entry["error"]["message"] else []
-    return printable(", ".join(parts))
+    return one_line(", ".join(parts))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -264,5 +264,5 @@ def main(args: argparse.Namespace) -> int:
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
         said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"
-        print(printable(said), file=sys.stderr)
+        print(one_line(said), file=sys.stderr)
     return 1 if failed else 0
