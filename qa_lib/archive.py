@@ -179,10 +179,9 @@ def _archived_run(path: Path, number: int, line: bytes) -> Run:
     except UnicodeDecodeError as problem:
         raise RecordError(f"{place}: not UTF-8 ({problem.reason})") from problem
     whole = record.parsed(place, text, record.SCHEMA)
-    entry = record.checked(place, whole, Archived)
-    if entry["group"] != path.stem:
-        raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
-    return Run(entry, archive=path, whole=whole)
+    if whole.get("group") != path.stem:
+        raise RecordError(f"{place}: a record of group {str(whole.get('group'))[:40]!r}")
+    return Run(record.checked(place, whole, Archived), archive=path, whole=whole)
 
 
 def main(args: argparse.Namespace) -> int:

@@ -34,7 +34,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, Val
 
 from qa_lib.errors import UserError, one_line
 from qa_lib.presets import Preset, whole_number
-from qa_lib.spec import Spec
+from qa_lib.spec import Spec, group_name
 from qa_lib.variants import TASKS, Settings, SpecError, read_toml
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
@@ -357,9 +357,13 @@ def _words_of(record: dict) -> Iterator[tuple[str, object, bool]]:
     for name in ("run_id", "group"):
         yield name, record[name], re.fullmatch(NAME, record[name]) is not None
     yield "status", record["status"], record["status"] in STATUSES
+    spec, preset = record["spec"], record["spec"]["preset"]
+    # One of other hardware, say, would make the report refuse the whole group as a mixed one.
+    own = group_name(spec["hardware"], preset["name"], preset["task"])
+    yield "group, which its spec does not give,", record["group"], record["group"] == own
     task = record["task"]
     known = SCORING.get(task["name"])
-    yield "task.name", task["name"], known is not None
+    yield "task.name", task["name"], known is not None and task["name"] == preset["task"]
     for name in ("metric", "label", "higher_is_better"):
         yield f"task.{name}", task[name], task[name] == known[name]
     gpu = record["env"].get("gpu")
