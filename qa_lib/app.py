@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from qa_lib.data.squad import MAX_CONTEXT, open_source
 from qa_lib.errors import UserError, first_line
-from qa_lib.record import RecordError, read_record, run_files
+from qa_lib.record import RecordError, read_record, regular, run_files
 from qa_lib.report.load import load_runs, newest, searches, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
@@ -308,7 +308,7 @@ def running(runs: Path) -> str:
     found = []
     for path in run_files(runs, "record.json"):
         try:
-            if not any(status in path.read_bytes() for status in UNFINISHED):
+            if not any(status in regular(path).read_bytes() for status in UNFINISHED):
                 continue
             record = read_record(path.parent)
             written = max(file.stat().st_mtime for file in [path, *path.parent.glob("steps.jsonl")])

@@ -7,10 +7,10 @@ folder wins over a line of the same run. An archived run is evidence and nobody'
 
 import argparse
 import io
-import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -18,16 +18,13 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.errors import UserError, printable
+from qa_lib.errors import UserError, one_line, printable
 from qa_lib.record import RecordError
 
-STEP_COLUMNS = (
-    "step",
-    "loss",
-    "lr",
-    "ms",
-    "phi",
-)  # of a line of steps.jsonl; phi: the gradient noise scale so far
+# Of a line of steps.jsonl; phi: the gradient noise scale so far.
+STEP_COLUMNS = ("step", "loss", "lr", "ms", "phi")
+# Of the steps of an archive: whose they are. Older archives have no `started`.
+OWNER = ["run_id", "started"]
 
 
 @dataclass
@@ -40,11 +37,21 @@ class Archived(record.Record):
 
 @dataclass(frozen=True)
 class Run:
-    """A record and what lies beside it; `folder` is where, None for an archived run, whose `archive` is its line."""
+    """A record and what lies beside it; `folder` is where, None for an archived run, whose `archive` is its line.
+    `whole` is the record as it was found, with the fields that this version does not know."""
 
     record: dict
     folder: Path | None = None
     archive: Path | None = None
+    whole: dict = field(default_factory=dict)
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.record["group"], self.record["run_id"]
+
+    @property
+    def done(self) -> bool:
+        return self.record["status"] == "ok"
 
     def profile(self) -> dict | None:
         """The profile of the run; None if it was never profiled. Raises RecordError for one that is broken."""
@@ -63,10 +70,14 @@ class Run:
     def steps(self) -> pd.DataFrame:
         """The run's log, a line a step with STEP_COLUMNS as floats; without lines where there is none. A line that is
         being written, or was cut off, is left out."""
-        if self.folder is None:
-            steps = _archived_steps(self.archive.with_suffix(".steps.parquet"))
-            return steps.get(self.record["run_id"], _as_steps([]))
-        return _as_steps(record.read_steps(self.folder / "steps.jsonl"))
+        if self.folder is not None:
+            return _as_steps(record.read_steps(self.folder / "steps.jsonl"))
+        steps = _archived_steps(self.archive.with_suffix(".steps.parquet"))
+        run_id, started = self.record["run_id"], self.record["time"]["started"]
+        for owner in ((run_id, started), (run_id, "")):
+            if owner in steps:
+                return steps[owner]
+        return _as_steps([])
 
 
 def _as_steps(lines: list[dict]) -> pd.DataFrame:
@@ -74,22 +85,26 @@ def _as_steps(lines: list[dict]) -> pd.DataFrame:
 
 
 @lru_cache(maxsize=16)
-def _archived_steps(path: Path) -> dict[str, pd.DataFrame]:
-    """The steps of each run of an archive, by its id."""
-    if not path.is_file():
+def _archived_steps(path: Path) -> dict[tuple[str, str], pd.DataFrame]:
+    """The steps of each run of an archive, by its id and when it began, "" where that is not told."""
+    if not path.exists():
         return {}
     try:
-        steps = pd.read_parquet(path)
+        steps = pd.read_parquet(record.regular(path))
+        if "started" not in steps:
+            steps["started"] = ""
+        steps["started"] = steps["started"].fillna("")
         return {
-            run: own[[*STEP_COLUMNS]].reset_index(drop=True) for run, own in steps.groupby("run_id")
+            owner: own[[*STEP_COLUMNS]].astype(float).reset_index(drop=True)
+            for owner, own in steps.groupby(OWNER)
         }
-    except (OSError, ValueError, KeyError) as problem:
+    except (OSError, ValueError, KeyError, TypeError) as problem:
         raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
 
 
 def say_left_out(group: str, problem: RecordError) -> None:
     """A line on the terminal about a record that cannot be trusted."""
-    print(printable(f"left out: {problem}"), file=sys.stderr)
+    print(one_line(f"left out: {problem}"), file=sys.stderr)
 
 
 def read_runs(
@@ -99,8 +114,11 @@ def read_runs(
 ) -> list[Run]:
     """Every run below `runs`, or those of one group, by group and id. `left_out` is told of records that cannot be
     trusted, by their group."""
-    every = [*_archived(Path(runs), group, left_out), *runs_in_folders(Path(runs), group, left_out)]
-    found = {(run.record["group"], run.record["run_id"]): run for run in every}
+    lines = [*_archived(Path(runs), group, left_out)]
+    # Of lines of one id one that ended ok counts, and of several the last.
+    lines.sort(key=lambda run: run.done)
+    every = [*lines, *runs_in_folders(Path(runs), group, left_out)]
+    found = {run.key: run for run in every}
     return [found[key] for key in sorted(found)]
 
 
@@ -111,66 +129,198 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
         if group not in (None, run_dir.parent.name):
             continue
         try:
-            entry = record.read_record(run_dir)
-            if (entry["group"], entry["run_id"]) != (run_dir.parent.name, run_dir.name):
-                raise RecordError(
-                    f"{run_dir}: its record is that of {entry['group'][:40]}/{entry['run_id'][:40]}"
-                )
-            yield Run(entry, run_dir)
+            whole = record.document(path, record.SCHEMA)
+            run = Run(record.checked(path, whole), run_dir, whole=whole)
+            if run.key != (run_dir.parent.name, run_dir.name):
+                raise RecordError(f"{run_dir}: its record is that of {'/'.join(run.key)[:80]}")
+            yield run
         except RecordError as problem:
             left_out(run_dir.parent.name, problem)
+
+
+def own_first(found: list[Run]) -> list[Run]:
+    """Of runs those in folders, which are one's own; all of them where none is."""
+    return [run for run in found if run.folder is not None] or found
+
+
+def own_groups(found: Iterable[Run]) -> set[str]:
+    """The groups of which some run is in a folder below the runs folder: these are one's own. Archived runs are
+    committed evidence, so that a fresh checkout has no group of one's own, and this is empty."""
+    return {run.record["group"] for run in found if run.folder is not None}
 
 
 def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
     for path in sorted(runs.glob(f"{escape(group) if group else '*'}.jsonl")):
         try:
-            lines = record.regular(path).read_text(encoding="utf-8").splitlines()
-        except (OSError, ValueError, RecordError) as problem:
-            left_out(path.stem, RecordError(f"{path}: not readable ({problem})"))
+            lines = _lines(path)
+        except RecordError as problem:
+            left_out(path.stem, problem)
             continue
         for number, line in enumerate(lines, 1):
-            place = Path(f"{path}:{number}")
             try:
-                entry = record.checked(place, record.parsed(place, line, record.SCHEMA), Archived)
-                if entry["group"] != path.stem:
-                    raise RecordError(f"{place}: a record of group {entry['group'][:40]!r}")
-                yield Run(entry, archive=path)
+                yield _archived_run(path, number, line)
             except RecordError as problem:
                 left_out(path.stem, problem)
 
 
+def _lines(path: Path) -> list[bytes]:
+    """The lines of an archive. Raises RecordError for one that cannot be read."""
+    try:
+        return record.regular(path).read_bytes().splitlines()
+    except OSError as problem:
+        raise RecordError(f"{path}: not readable ({problem.strerror})") from problem
+
+
+def _archived_run(path: Path, number: int, line: bytes) -> Run:
+    """The run of a line of an archive. Raises RecordError, which names the line."""
+    place = Path(f"{path}:{number}")
+    try:
+        text = line.decode()
+    except UnicodeDecodeError as problem:
+        raise RecordError(f"{place}: not UTF-8 ({problem.reason})") from problem
+    whole = record.parsed(place, text, record.SCHEMA)
+    if whole.get("group") != path.stem:
+        raise RecordError(f"{place}: a record of group {str(whole.get('group'))[:40]!r}")
+    return Run(record.checked(place, whole, Archived), archive=path, whole=whole)
+
+
 def main(args: argparse.Namespace) -> int:
-    """Put a group's runs, archived ones and those in folders, into one file, and their steps into another. Writes
-    nothing where a record cannot be read, which would be lost."""
+    """Put a group's runs in folders behind those of its archive, and their steps into another file; 1 if a record in a
+    folder cannot be read.
+
+    No line of the archive is ever dropped: not one that cannot be read, which a newer version may read, nor one of a
+    run that was done again. Raises UserError for what is no group, and where nothing has ended.
+    """
     if Path(args.group).name != args.group:
         raise UserError(f"{args.group!r} is not the name of a group")
-    problems: list[RecordError] = []
-    every = read_runs(args.runs, args.group, lambda _, problem: problems.append(problem))
-    if problems:
-        raise UserError(f"nothing is written, since a record would be lost: {problems[0]}")
-    found = [run for run in every if run.record["status"] in record.TERMINAL]
-    if not found:
-        raise UserError(f"no finished run of group {args.group} below {args.runs}")
     path = args.runs / f"{args.group}.jsonl"
-    write_archive(path, found)
-    print(f"{path}: {len(found)} runs, and beside it their steps")
-    if len(found) < len(every):
+    record.writable(path)
+    record.writable(path.with_suffix(".steps.parquet"))
+    unread: list[RecordError] = []
+    in_folders = [
+        *runs_in_folders(args.runs, args.group, lambda _, problem: unread.append(problem))
+    ]
+    ended = [run for run in in_folders if run.record["status"] in record.TERMINAL]
+    if not ended and not path.exists():
+        for problem in unread:
+            say_left_out(args.group, problem)
+        raise UserError(f"no finished run of group {args.group} below {args.runs}")
+    count = write_archive(path, ended, unread)
+    print(printable(f"{path}: {count} runs, and beside it their steps"))
+    if len(ended) < len(in_folders):
         print(
-            f"not finished, and left out: {len(every) - len(found)}, which are in their folders alone"
+            f"not finished, and left out: {len(in_folders) - len(ended)}, which are in their folders alone"
         )
-    return 0
+    for problem in unread:
+        say_left_out(args.group, RecordError(f"{problem} (it is in its folder alone)"))
+    return 1 if unread else 0
 
 
-def write_archive(path: Path, found: list[Run]) -> None:
-    """Write a group's runs to a file, and their steps beside it. Raises RecordError for a profile that is broken."""
-    lines = [run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in found]
-    text = "".join(
-        json.dumps(line, separators=(",", ":"), allow_nan=False) + "\n" for line in lines
-    )
-    own = [run.steps().assign(run_id=run.record["run_id"]) for run in found]
-    steps, buffer = pd.concat(own, ignore_index=True), io.BytesIO()
-    steps[["run_id", *STEP_COLUMNS]].to_parquet(buffer, compression="zstd", index=False)
-    record.write_atomically(path, text)
+def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> int:
+    """Write the lines that an archive has, and behind them those of runs that have ended in folders; their steps beside
+    it. Says which lines are of one run, and which cannot be read. Returns how many runs are in it.
+
+    What cannot be read of a folder is appended to `unread`. Raises RecordError for an archive, or its steps, that
+    cannot.
+
+    The steps are written first. They hold those of all older lines as well, so that a sudden end in between leaves an
+    archive that is whole, beside some steps that nobody reads.
+    """
+    lines = _lines(path) if path.exists() else []
+    kept: list[Run | bytes] = []  # runs of the archive, and lines that cannot be read
+    for number, line in enumerate(lines, 1):
+        try:
+            kept.append(_archived_run(path, number, line))
+        except RecordError as problem:
+            if line.strip():
+                print(one_line(f"kept as it is: {problem}"), file=sys.stderr)
+                kept.append(line)
+    for run in sorted(ended, key=lambda run: run.key):
+        try:
+            whole = _whole_line(run)
+        except RecordError as problem:
+            unread.append(problem)
+            continue
+        older = [other for other in kept if isinstance(other, Run)]
+        if any(_covers(other.whole, whole) for other in older):
+            continue
+        said_again = [other for other in older if _covers(whole, other.whole)]
+        kept = [other for other in kept if other not in said_again]
+        kept.append(replace(run, whole=whole))
+    every = [run for run in kept if isinstance(run, Run)]
+    written = [run if isinstance(run, bytes) else _written(run.whole) for run in kept]
+    steps = _steps_of(path, every)
     if len(steps):
+        buffer = io.BytesIO()
+        steps.to_parquet(buffer, compression="zstd", index=False)
         record.write_atomically(path.with_suffix(".steps.parquet"), buffer.getvalue())
-    _archived_steps.cache_clear()
+        _archived_steps.cache_clear()
+    record.write_atomically(path, b"".join(line + b"\n" for line in written))
+    times = Counter(run.record["run_id"] for run in every)
+    for run_id, count in times.items():
+        if count > 1:
+            own = [run.record for run in every if run.record["run_id"] == run_id]
+            print(f"{run_id}: {count} lines that differ, and all are kept; {_counting(own)}")
+    return len(times)
+
+
+def _whole_line(run: Run) -> dict:
+    """What an archive says of a run in a folder: its record with the fields that this version does not know, and what
+    lies beside it. Raises RecordError."""
+    whole = _merged(run.record, run.whole)
+    whole |= {"profile": run.profile(), "quantized": run.quantized()}
+    try:
+        _written(whole)
+    except (ValueError, RecursionError) as problem:
+        raise RecordError(f"{run.folder}: not to be written as JSON ({problem})") from problem
+    return whole
+
+
+def _written(whole: dict) -> bytes:
+    return record.as_json(whole, separators=(",", ":")).encode()
+
+
+def _merged(known: dict, found: dict) -> dict:
+    """What is known of a record, and what was found beside that, a section in a section."""
+    both = known | found
+    for name in known.keys() & found.keys():
+        if isinstance(known[name], dict) and isinstance(found[name], dict):
+            both[name] = _merged(known[name], found[name])
+    return both
+
+
+def _covers(new: object, old: object) -> bool:
+    """Whether a line of an archive says all that another one says, such as one that was profiled meanwhile. What the
+    other one leaves empty may be anything."""
+    if isinstance(new, dict) and isinstance(old, dict):
+        return all(name in new and _covers(new[name], value) for name, value in old.items())
+    return old is None or old == [] or new == old
+
+
+def _counting(records: list[dict]) -> str:
+    """Which of several lines of one run is read, in words."""
+    done = [entry for entry in records if entry["status"] == "ok"]
+    if done:
+        return f"the last that ended ok counts, of {done[-1]['time']['started']}"
+    return f"the last counts, which ended as {records[-1]['status']}"
+
+
+def _steps_of(path: Path, every: list[Run]) -> pd.DataFrame:
+    """The steps of runs, with OWNER and STEP_COLUMNS; and those that the archive at `path` has of lines that cannot be
+    read."""
+    parts = {}
+    for run in every:
+        owner = (run.record["run_id"], run.record["time"]["started"])
+        steps = run.steps()
+        if owner not in parts or len(steps):  # of equal owners one is a changed copy of the other
+            parts[owner] = steps
+    run_ids = {run_id for run_id, _ in parts}
+    for owner, steps in _archived_steps(path.with_suffix(".steps.parquet")).items():
+        run_id, started = owner
+        is_known = owner in parts if started else run_id in run_ids
+        if not is_known:
+            parts[owner] = steps
+    named = [
+        steps.assign(run_id=run_id, started=started) for (run_id, started), steps in parts.items()
+    ]
+    return pd.concat(named, ignore_index=True)[[*OWNER, *STEP_COLUMNS]] if named else pd.DataFrame()

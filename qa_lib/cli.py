@@ -71,6 +71,8 @@ def path(text: str) -> Path:
 def folder(text: str) -> Path:
     """A path that is a folder or can become one."""
     found = path(text)
+    if found.is_symlink() and not found.exists():
+        raise argparse.ArgumentTypeError(f"{text[:80]!r} is a link that leads nowhere")
     nearest = next(parent for parent in (found, *found.absolute().parents) if parent.exists())
     if not nearest.is_dir() or not os.access(nearest, os.W_OK):
         raise argparse.ArgumentTypeError(f"{nearest} is no folder that can be written to")

@@ -3,8 +3,12 @@
 import contextlib
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
+
+# Those of ASCII and Latin-1 without line ends and tabs, and what turns the direction of writing.
+CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 
 class UserError(ValueError):
@@ -12,9 +16,16 @@ class UserError(ValueError):
 
 
 def printable(text: str) -> str:
-    """Text as a terminal may have it: without control characters, which can clear it or set its title, but for line
-    ends and tabs; half characters as question marks."""
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).encode(errors="replace").decode()
+    """Text as the terminal may have it: without control characters, which can clear it, set its title or turn around
+    how it reads, but for line ends and tabs; what its encoding lacks, and half characters, as question marks."""
+    text = re.sub(CONTROL, "", text)
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, errors="replace").decode(encoding)
+
+
+def one_line(text: str) -> str:
+    """As printable, in one line."""
+    return " ".join(printable(text).split())
 
 
 def first_line(error: BaseException) -> str:

@@ -5,36 +5,44 @@ to wait for its GPU is `waiting` meanwhile. A number that was not measured is nu
 log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. record.toml has its sections, their values and what these mean.
+
+Whoever can write into a runs folder can write records and links. So a record is checked where it is read (`checked`),
+its ids too, before anything makes paths of them; and nothing is written through a link (`writable`, `check_folder`).
 """
 
 import contextlib
 import dataclasses
 import datetime
+import errno
 import fcntl
 import json
 import math
 import os
 import re
+import shutil
 import stat
 import subprocess
 import tempfile
+from collections.abc import Iterator
 from functools import cache
 from glob import escape, glob
 from pathlib import Path
 from types import NoneType
-from typing import Annotated
+from typing import IO, Annotated, get_args, get_type_hints
 
 from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, ValidationError
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, one_line
 from qa_lib.presets import Preset, whole_number
-from qa_lib.spec import Spec
+from qa_lib.spec import Spec, group_name
 from qa_lib.variants import TASKS, Settings, SpecError, read_toml
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
 TERMINAL = (*FINISHED, "error", "killed")
+STATUSES = (STARTING, "waiting", "running", *TERMINAL)
+NAME = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,199}"  # of a run or a group, which is that of a folder, too
 # Kinds of errors that the user can mend: files, a hub that does not answer, and the UserErrors.
 MISTAKES = (
     "OSError",
@@ -89,6 +97,11 @@ StepTime, Noise = (
 DEFAULTS = {
     "settings": dataclasses.asdict(Settings()),
     "preset": dataclasses.asdict(Preset(name="")),
+}
+# Of each setting the types that its values have: `Literal[False, True, "elementwise"]` has bool and str.
+SETTING_TYPES = {
+    name: {type(value) for value in get_args(hint)} or {hint}
+    for name, hint in get_type_hints(Settings).items()
 }
 SCORING = {
     name: {"name": name} | task["scoring"] for name, task in TASKS.items()
@@ -168,12 +181,12 @@ def code_version() -> dict:
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Replace `path` by `content` in one step: a reader sees the old file or the new one, also after a crash.
 
-    Raises RecordError when the disk is full, the folder not writable, or `path` no regular file; what was there is
-    intact then.
+    Raises RecordError when the disk is full, the folder not writable, or `path` a link or no regular file; what was
+    there is intact then.
     """
-    temporary, path = None, regular(path)
+    temporary = None
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        writable(path).parent.mkdir(parents=True, exist_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
         with os.fdopen(handle, "wb") as stream:
             stream.write(content if isinstance(content, bytes) else content.encode())
@@ -192,17 +205,80 @@ def write_atomically(path: Path, content: str | bytes) -> None:
 
 
 def regular(path: Path) -> Path:
-    """The file to replace where `path` is to be written: itself, or the one that it is a link to. Raises RecordError
-    for a device, a pipe or a folder, which nothing may replace."""
-    found = path.resolve() if path.is_symlink() else path
-    if found.exists() and not found.is_file():
+    """The path of a file to read: of a regular one, also by a link, or of none. Raises RecordError for a device, a pipe
+    or a folder, at which a reader could wait for ever."""
+    if path.exists() and not path.is_file():
         raise RecordError(f"{path}: not a regular file, which alone is read and replaced here")
-    return found
+    return path
+
+
+def writable(path: Path) -> Path:
+    """The path of a file to write: of a regular one, or of none. Raises RecordError for a device, a pipe or a folder,
+    and for a link, since what it leads to is not ours."""
+    if path.is_symlink():
+        raise RecordError(
+            f"{path}: not a regular file, but a link; what it leads to is not written over: remove the link"
+        )
+    return regular(path)
+
+
+def writable_folder(folder: Path) -> Path:
+    """A folder in which files may be replaced. Raises RecordError for a link: they would be somebody else's."""
+    if folder.is_symlink():
+        raise RecordError(
+            f"{folder}: a link; what is in the folder that it leads to is not written over: remove the link, or name "
+            "that folder"
+        )
+    return folder
+
+
+def open_to_write(path: Path, mode: str) -> IO:
+    """open(path, mode) for a file that `writable` takes, also where somebody puts a link or a pipe there meanwhile."""
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+
+    try:
+        return open(writable(path), mode, opener=opener)
+    except OSError as problem:
+        if problem.errno in (errno.ELOOP, errno.ENXIO):  # a link; a pipe without a reader
+            writable(path)
+        raise
+
+
+def check_folder(run_dir: Path) -> None:
+    """Raises RecordError where a run's folder, or anything in it, is a link, or neither a file nor a folder: the run
+    would write over what a link leads to, or wait at a pipe for ever."""
+    writable_folder(run_dir)
+    for folder, folders, files in os.walk(run_dir):
+        for path in (Path(folder, name) for name in folders + files):
+            if path.is_symlink() or not path.is_dir():
+                writable(path)
+
+
+def empty_folder(run_dir: Path) -> None:
+    """Remove all that is in a run's folder but its locks, which whoever calls this holds. Links are removed, and not
+    what they lead to. Raises RecordError for a folder that is a link itself."""
+    for old in writable_folder(run_dir).iterdir():
+        if old.name.endswith(".lock"):
+            continue
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        else:
+            old.unlink()
+
+
+def as_json(content: object, **layout) -> str:
+    """A value as JSON, with json.dumps' options `layout`. Half characters (lone surrogates), which an error's message
+    may have from a file's name, become question marks: no other text format can hold them. Raises ValueError for a NaN.
+    """
+    text = json.dumps(content, allow_nan=False, ensure_ascii=False)
+    return json.dumps(json.loads(text.encode(errors="replace")), **layout)
 
 
 def write_record(run_dir: Path, record: dict) -> None:
     """Write record.json into the run's folder, atomically. Raises RecordError."""
-    write_atomically(run_dir / "record.json", json.dumps(record, indent=1, allow_nan=False) + "\n")
+    write_atomically(run_dir / "record.json", as_json(record, indent=1) + "\n")
 
 
 def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) -> dict:
@@ -217,9 +293,8 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 def with_result(record: dict, hint: str = "") -> dict:
     """The record of a run that has its result. Raises UserError, with the hint, for one that failed."""
     if record["status"] not in FINISHED:
-        raise UserError(
-            f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}{hint}"
-        )
+        said = f"{record['group']}/{record['run_id']}: {record['status']}, {record['error']['message']}"
+        raise UserError(one_line(said) + hint)
     return record
 
 
@@ -245,7 +320,11 @@ def read_record(run_dir: Path) -> dict:
 
 
 def checked(path: Path, record: dict, kind: type = Record) -> dict:
-    """A record read from `path`, with the defaults of fields that came after it. Raises RecordError."""
+    """A record read from `path`, with the defaults of fields that came after it, and without fields that are not known.
+
+    Raises RecordError, with the value's name, for whatever the report, or a path that is made of the record, could
+    stumble at.
+    """
     try:
         found = _adapter(kind).dump_python(_adapter(kind).validate_python(record))
         for name, values in DEFAULTS.items():  # as in the hash of a run
@@ -263,12 +342,35 @@ def checked(path: Path, record: dict, kind: type = Record) -> dict:
         raise RecordError(f"{path}: {way} is {str(first['input'])[:40]!r}") from None
     except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
-    known = SCORING.get(
-        found["task"]["name"], SCORING["qa"]
-    )  # with scores that came after the record
-    for name in [*found["task"]["scores"], *known["scores"]]:
+    for way, value, is_known in _words_of(found):
+        if not is_known:
+            raise RecordError(f"{path}: {way} is {str(value)[:40]!r}")
+    # Scores that came after the record.
+    for name in [*found["task"]["scores"], *SCORING[found["task"]["name"]]["scores"]]:
         found["quality"].setdefault(name)
+    found["env"].setdefault("gpu")
     return found
+
+
+def _words_of(record: dict) -> Iterator[tuple[str, object, bool]]:
+    """Of a record whose values have their types, each that has to be one of some: its name, itself, whether it is."""
+    for name in ("run_id", "group"):
+        yield name, record[name], re.fullmatch(NAME, record[name]) is not None
+    yield "status", record["status"], record["status"] in STATUSES
+    spec, preset = record["spec"], record["spec"]["preset"]
+    # One of other hardware, say, would make the report refuse the whole group as a mixed one.
+    own = group_name(spec["hardware"], preset["name"], preset["task"])
+    yield "group, which its spec does not give,", record["group"], record["group"] == own
+    task = record["task"]
+    known = SCORING.get(task["name"])
+    yield "task.name", task["name"], known is not None and task["name"] == preset["task"]
+    for name in ("metric", "label", "higher_is_better"):
+        yield f"task.{name}", task[name], task[name] == known[name]
+    gpu = record["env"].get("gpu")
+    yield "env.gpu", gpu, gpu is None or isinstance(gpu, str)
+    for name, types in SETTING_TYPES.items():
+        value = record["spec"]["settings"][name]
+        yield f"spec.settings.{name}", value, type(value) in types
 
 
 _adapter = cache(TypeAdapter)
@@ -290,12 +392,24 @@ def parsed(path: Path, text: str, known: str) -> dict:
         found = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem}): remove it") from problem
+    # Text is UTF-8, so that half a character can only be written as an escape.
+    if re.search(r"\\ud[89a-f]", text, re.IGNORECASE) and not _is_text(found):
+        raise RecordError(f"{path}: holds half a character (a lone surrogate)")
     schema = found.get("schema") if isinstance(found, dict) else None
     if schema != known:
         raise RecordError(
-            f"{path}: schema {schema!r} is not known to this version, which reads {known!r}"
+            f"{path}: schema {schema!r:.60} is not known to this version, which reads {known!r}"
         )
     return found
+
+
+def _is_text(content: object) -> bool:
+    """Whether all text in a JSON value can be written as UTF-8."""
+    try:
+        json.dumps(content, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def read_steps(path: Path) -> list[dict]:
@@ -313,13 +427,18 @@ def read_steps(path: Path) -> list[dict]:
 
 @contextlib.contextmanager
 def lock(run_dir: Path, name: str = ".lock"):
-    """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies.
+    """Hold the run's folder while working in it; RunTaken if another process does. Freed when the holder dies. Raises
+    RecordError for a folder that cannot be written to or is a link, and for a lock that is no regular file.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
     For other hosts, where the file system hands locks on: run/launch.py says which do.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with open(run_dir / name, "a") as stream:
+    try:
+        writable_folder(run_dir).mkdir(parents=True, exist_ok=True)
+        stream = open_to_write(run_dir / name, "a")
+    except OSError as problem:
+        raise RecordError(f"cannot write into {run_dir}: {problem.strerror}") from problem
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

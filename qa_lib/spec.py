@@ -135,10 +135,7 @@ class Spec:
     @property
     def group(self) -> str:
         """The folder that holds this run and those it is compared with; what they have in common is in the record."""
-        named = {"qa", *self.preset.name.split("-")}  # a preset may name its task itself
-        return "-".join(
-            [self.hardware, self.preset.name] + [self.preset.task] * (self.preset.task not in named)
-        )
+        return group_name(self.hardware, self.preset.name, self.preset.task)
 
     @property
     def run_id(self) -> str:
@@ -160,6 +157,12 @@ class Spec:
     def accumulation(self) -> int:
         """Micro-batches per optimizer step of each process."""
         return self.micro_batches // replicas(self, self.world)
+
+
+def group_name(hardware: str, preset: str, task: str) -> str:
+    """The group of the runs of a preset on some hardware."""
+    named = {"qa", *preset.split("-")}  # a preset may name its task itself
+    return "-".join([hardware, preset] + [task] * (task not in named))
 
 
 def replicas(spec: Spec, world: int) -> int:

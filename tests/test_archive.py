@@ -1,6 +1,7 @@
 """Runs in folders become two files of their group, which say the same."""
 
 import json
+import os
 import re
 import shutil
 
@@ -129,9 +130,123 @@ def test_a_broken_line_costs_itself_and_is_named(runs, specs, old, new, said):
         found[0].steps()
     ) == 2
     assert problem.startswith(f"{path}:2: {said}"), problem
-    assert archive(runs, GROUP) == 2 and path.read_text() == spoilt, (
+    assert archive(runs, GROUP) == 0 and path.read_text() == f"{spoilt}\n", (
         "a newer version may read what this one cannot"
     )
+    assert len(read_runs(runs)[0].steps()) == 2
+
+
+def lines_of(runs) -> list[dict]:
+    return [json.loads(line) for line in (runs / f"{GROUP}.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("status", ["running", "starting", "waiting"])
+def test_a_run_at_work_leaves_its_archived_record_alone(runs, specs, status):
+    before = (archived(runs, specs) / f"{GROUP}.jsonl").read_text()
+    folder = leave(runs, specs[1])
+    record.write_record(folder, record.read_record(folder) | {"status": status})
+    assert archive(runs) == 0 and (runs / f"{GROUP}.jsonl").read_text() == before
+
+
+@pytest.mark.parametrize("status", ["killed", "error", "oom"])
+def test_a_run_that_failed_again_stands_beside_the_one_that_ended_ok(runs, specs, status, capsys):
+    archived(runs, specs)
+    folder = leave(runs, specs[0], status, time={"started": "2026-12-01T00:00:00+00:00"})
+    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
+    archived(runs, specs)
+    assert re.search(
+        rf"{specs[0].run_id}: 2 lines that differ, .*ended ok", capsys.readouterr().out
+    )
+    assert [line["status"] for line in lines_of(runs)] == ["ok", "ok", "oom", status]
+    found = read_runs(runs)[0]
+    assert found.record["status"] == "ok" and len(found.steps()) == 2
+
+
+def test_both_of_two_lines_of_one_run_that_differ_are_kept_with_their_steps(runs, specs, capsys):
+    archived(runs, specs)
+    folder = leave(runs, specs[0], time={"started": "2026-12-01T00:00:00+00:00"})
+    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
+    archived(runs, specs)
+    assert f"{specs[0].run_id}: 2 lines that differ, and all are kept" in capsys.readouterr().out
+    assert len(read_runs(runs)[0].steps()) == 1, "of the newer"
+    path = runs / f"{GROUP}.jsonl"
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(runs)[:-1]))
+    assert len(read_runs(runs)[0].steps()) == 2, "those of the older are there still"
+
+
+def test_an_archive_that_is_made_again_says_the_same(runs, specs, capsys):
+    assert archive(runs) == 0
+    before = [(runs / f"{GROUP}{end}").read_bytes() for end in (".jsonl", ".steps.parquet")]
+    assert archive(runs) == 0 and "differ" not in capsys.readouterr().out
+    after = [(runs / f"{GROUP}{end}").read_bytes() for end in (".jsonl", ".steps.parquet")]
+    assert after == before
+
+
+def test_a_profile_that_came_later_goes_into_the_line_that_is_there(runs, specs, capsys):
+    assert archive(runs) == 0
+    profile = {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}}
+    write(runs / specs[1].run_path / "profile.json", profile)
+    assert archive(runs) == 0 and "differ" not in capsys.readouterr().out
+    assert len(lines_of(runs)) == 3 and read_runs(runs)[1].profile() == profile
+
+
+def test_fields_that_are_not_known_survive_being_archived_twice(runs, specs):
+    path = runs / specs[0].run_path / "record.json"
+    entry = json.loads(path.read_text())
+    entry |= {"later": [1]}
+    entry["speed"]["later"] = {"a": 1}
+    write(path, entry)
+    for _ in range(2):
+        archived(runs, specs)
+        line = lines_of(runs)[0]
+        assert (line["later"], line["speed"]["later"]) == ([1], {"a": 1})
+        leave(runs, specs[1], quality={"f1": 12.5})
+
+
+def test_an_end_between_the_two_files_leaves_an_archive_that_is_whole(runs, specs, monkeypatch):
+    archived(runs, specs)
+    before = [(run.record, len(run.steps())) for run in read_runs(runs)]
+    folder = leave(runs, specs[0], time={"started": "2026-12-01T00:00:00+00:00"})
+    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
+    replaced, replace = [], os.replace
+
+    def killed(new, path):
+        if replaced:
+            raise KeyboardInterrupt
+        replaced.append(path)
+        replace(new, path)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", killed)
+        assert archive(runs) == 130
+    shutil.rmtree(runs / GROUP)
+    assert [path.suffix for path in replaced] == [".parquet"]
+    assert [(run.record, len(run.steps())) for run in read_runs(runs)] == before
+
+
+@pytest.mark.parametrize("spoilt", ["record.json", "profile.json"])
+def test_a_record_that_cannot_be_read_costs_itself_and_stays_in_its_folder(
+    runs, specs, spoilt, capsys
+):
+    (runs / specs[0].run_path / spoilt).write_text('{"schema": "\\ud800"}')
+    assert archive(runs) == 1 and len(lines_of(runs)) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"{specs[0].run_id}/{spoilt}: holds half" in said
+    assert "it is in its folder alone" in said
+
+
+def test_a_line_that_is_no_text_costs_itself(runs, specs):
+    path = archived(runs, specs) / f"{GROUP}.jsonl"
+    first, *rest = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([b"\xff" + first, *rest]))
+    found, (problem,) = told(runs)
+    assert len(found) == 2 and problem.startswith(f"{path}:1: not UTF-8")
+
+
+def test_an_archive_that_is_a_link_is_not_written_over(runs, tmp_path, typed):
+    (runs / f"{GROUP}.jsonl").symlink_to(write(tmp_path / "theirs", []))
+    assert "a link" in typed("archive", GROUP, "--runs", runs, code=2)
+    assert (tmp_path / "theirs").read_text() == "[]"
 
 
 def test_steps_that_are_no_parquet_are_named(runs, specs):

@@ -1,6 +1,8 @@
 """Records for other tools. TensorBoard, Weights & Biases and trackio are played by mocks."""
 
+import json
 import os
+import re
 import sys
 from unittest.mock import MagicMock, Mock
 
@@ -8,6 +10,7 @@ import pandas as pd
 import pytest
 
 from qa_lib import record
+from qa_lib.__main__ import main
 from qa_lib.run import export
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
@@ -123,6 +126,46 @@ def test_a_package_that_is_not_installed_is_one_line(option, tmp_path, monkeypat
         monkeypatch.setitem(sys.modules, module, None)
     said = typed("export --follow --runs", tmp_path / "none", option, tmp_path, code=2)
     assert "error: this needs a package that is not installed: pip install" in said
+
+
+def test_ones_own_runs_are_exported_and_archived_ones_to_who_names_their_group(
+    runs, tmp_path, typed
+):
+    typed("archive cpu-smoke --runs", runs)
+    (runs / "cpu-smoke").rename(tmp_path / "away")
+    (own,) = plan(["A2"], "smoke", data="synthetic:40", machine=Machine())
+    leave(runs, own)
+    out = tmp_path / "out.csv"
+    said = typed("export --runs", runs, "--csv", out)
+    assert said.splitlines()[1].startswith("left out: 2 archived runs")
+    assert list(pd.read_csv(out)["spec.variant"]) == ["A2"]
+    typed("export --group cpu-smoke --runs", runs, "--csv", out)
+    assert list(pd.read_csv(out)["spec.variant"]) == ["A1", "A2", "D1-nvfuser"]
+    (runs / "cpu-smoke" / own.run_id).rename(tmp_path / "gone")
+    typed("export --runs", runs, "--csv", out)
+    assert list(pd.read_csv(out)["spec.variant"]) == ["A1", "D1-nvfuser"], "none is one's own"
+
+
+@pytest.mark.parametrize("name", ["../../out", "/tmp/out", ".."])
+@pytest.mark.parametrize("field", ["run_id", "group"])
+def test_an_id_that_is_a_path_leads_nowhere(name, field, runs, tmp_path, lab, capsys):
+    typed_words = ["export", "--runs", str(runs), "--tensorboard", str(tmp_path / "logs")]
+    main(["archive", "cpu-smoke", "--runs", str(runs)])
+    path = runs / "cpu-smoke.jsonl"
+    first, second = path.read_text().splitlines()
+    path.write_text(json.dumps(json.loads(first) | {field: name}) + "\n" + second)
+    (runs / "cpu-smoke").rename(tmp_path / "away")
+    assert main(typed_words) == 0
+    assert re.search(rf"left out: .*({field}.* is|of group) '", capsys.readouterr().err)
+    (call,) = lab.SummaryWriter.call_args_list
+    assert call.args[0].parent == tmp_path / "logs" / "cpu-smoke"
+
+
+def test_a_table_is_not_written_through_a_link(runs, tmp_path, typed):
+    (tmp_path / "theirs").write_text("mine")
+    (tmp_path / "out.csv").symlink_to("theirs")
+    assert "a link" in typed("export --runs", runs, "--csv", tmp_path / "out.csv", code=2)
+    assert (tmp_path / "theirs").read_text() == "mine"
 
 
 def test_no_record_and_following_into_a_table_are_one_line(tmp_path, typed):

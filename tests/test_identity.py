@@ -337,16 +337,27 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
     for path in own:
         path.parent.mkdir(exist_ok=True)
         path.touch()
-    (folder / "model").symlink_to(shutil.move(folder / "model", tmp_path / "disk"))
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
     assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
-    assert all(path.exists() for path in own) and (folder / "model").is_symlink()
+    assert all(path.exists() for path in own)
     assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, (
         "of the older model"
     )
     assert not (folder / "model" / "stale.json").exists()
-    assert (tmp_path / "disk" / "model.safetensors").stat().st_mtime_ns > before
+    assert (folder / "model" / "model.safetensors").stat().st_mtime_ns > before
     assert window_lengths(load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
+
+
+@pytest.mark.parametrize("name", ["", "model", "record.json", "steps.jsonl", "answers/texts.json"])
+def test_a_run_writes_over_nothing_that_a_link_leads_to(squad, model, tmp_path, name):
+    spec = local(squad, model)
+    place = tmp_path / "runs" / spec.run_path / name
+    place.parent.mkdir(parents=True)
+    theirs = tmp_path / "theirs"
+    theirs.mkdir() if name in ("", "model") else theirs.write_text("mine")
+    place.symlink_to(theirs)
+    refused("a link", fit, spec, tmp_path / "runs", say=quiet)
+    assert not list(theirs.iterdir()) if theirs.is_dir() else theirs.read_text() == "mine"
 
 
 def test_data_of_another_plan_are_refused(squad, model, tmp_path):

@@ -120,12 +120,12 @@ def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, mon
     theirs.mkdir()
     (theirs / "config.json").write_text("{}")
     folder.mkdir(parents=True)
-    (folder / "model").symlink_to(theirs)
+    shutil.copytree(theirs, folder / "model")
     monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
     record.finish(folder, entry, "ok")
     before = (folder / "record.json").read_bytes()
     refused("does not name run", fit.fit, spec, tmp_path / "runs")
-    assert (theirs / "config.json").read_text() == "{}"
+    assert (folder / "model" / "config.json").read_text() == "{}"
     assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
 
 
@@ -214,13 +214,62 @@ def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hu
     typed("push --add", run_dir, "me/one")
     typed("push --public", run_dir, "me/two")
     assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
-    (run_dir / "model" / "new.txt").write_text("new")
+    (run_dir / "model" / "README.md").write_text("---\nlicense: mit\n---\nnew")
     assert "error: me/two is public: --add --public" in typed(
         "push --add", run_dir, "me/two", code=2
     )
-    assert "new.txt" not in hub.repos["me/two"]["files"]
+    assert b"new" not in hub.repos["me/two"]["files"]["README.md"][-3:]
     typed("push --add --public", run_dir, "me/two")
-    assert "new.txt" in hub.repos["me/two"]["files"]
+    assert hub.repos["me/two"]["files"]["README.md"].endswith(b"new")
+
+
+def test_a_push_leaves_what_no_checkpoint_has_and_names_it(run_dir, hub, tmp_path, typed):
+    model, secret = run_dir / "model", tmp_path / "secret"
+    secret.write_text("password")
+    own = {path.name for path in model.iterdir()}
+    for name in (".env", "notes.txt", "training_args.bin", "README.md.bak"):
+        (model / name).write_text("password")
+    (model / ".git").mkdir()
+    (model / "sub").mkdir()
+    (model / "sub" / "config.json").write_text("password")
+    (model / "readme-link.md").symlink_to(secret)
+    (model / "README.md").unlink()
+    (model / "README.md").symlink_to(secret)
+    said = typed("push", run_dir, "me/bert")
+    assert set(hub.repos["me/bert"]["files"]) == own - {"README.md"}
+    assert b"password" not in b"".join(hub.repos["me/bert"]["files"].values())
+    assert said.splitlines()[0] == (
+        "not uploaded, since no files of a checkpoint: .env, .git, README.md, README.md.bak, notes.txt, "
+        "readme-link.md, sub, training_args.bin"
+    )
+
+
+@pytest.mark.parametrize("name", ["config.json", "vocab.txt", "model.safetensors", "merges.txt"])
+def test_a_push_of_a_checkpoint_with_links_is_one_line(name, run_dir, hub, tmp_path, typed):
+    path = run_dir / "model" / name
+    (run_dir / "model" / "SHA256SUMS").unlink()
+    (tmp_path / "elsewhere").write_bytes(path.read_bytes() if path.exists() else b"mine")
+    path.unlink(missing_ok=True)
+    path.symlink_to(tmp_path / "elsewhere")
+    assert f"{name} is a link" in typed("push", run_dir, "me/bert", code=2) and not hub.repos
+
+
+def test_a_push_of_a_folder_that_is_a_link_is_one_line(run_dir, hub, tmp_path, typed):
+    (run_dir / "model").rename(tmp_path / "theirs")
+    (run_dir / "model").symlink_to(tmp_path / "theirs")
+    assert "model: a link" in typed("push", run_dir, "me/bert", code=2) and not hub.repos
+
+
+def test_evaluation_results_of_data_of_the_hub_are_made_of_the_record(kept, hub, tmp_path, typed):
+    run_dir = shutil.copytree(kept, tmp_path / kept.name)
+    entry = record.read_record(run_dir)
+    entry["data"]["name"] = "rajpurkar/squad_v2"
+    record.write_record(run_dir, entry)
+    write_card(run_dir / "model", entry)
+    (run_dir / "model" / ".eval_results" / "mine.yaml").write_text("password")
+    typed("push", run_dir, "me/bert")
+    names = {name for name in hub.repos["me/bert"]["files"] if "/" in name}
+    assert names == {".eval_results/squad_v2.yaml"}
 
 
 def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, typed, monkeypatch):

@@ -1,4 +1,5 @@
 import functools
+import json
 import operator
 import os
 import re
@@ -200,19 +201,111 @@ def test_only_regular_files_are_ever_replaced(make, tmp_path, monkeypatch):
     refused("not a regular file", record.write_atomically, Path("/dev/null"), "text")
 
 
-def test_a_link_to_a_file_stays_a_link(tmp_path):
+def test_what_a_link_leads_to_is_not_written_over(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
-    record.write_atomically(tmp_path / "link", "new")
-    assert (tmp_path / "link").is_symlink() and (tmp_path / "file").read_text() == "new"
+    (tmp_path / "nowhere").symlink_to("none")
+    for name in ("link", "nowhere"):
+        refused(
+            f"{name}: .*a link; .*remove the link", record.write_atomically, tmp_path / name, ""
+        )
+        refused(f"{name}: .*a link", record.open_to_write, tmp_path / name, "w")
+    assert (tmp_path / "file").read_text() == "old" and not (tmp_path / "none").exists()
 
 
-def test_a_lock_empties_no_file_that_it_is_a_link_to(tmp_path):
+def test_nothing_is_opened_that_a_writer_could_wait_at_for_ever(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refused("pipe: not a regular file", record.open_to_write, tmp_path / "pipe", "a")
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "answers", "answers/texts.json", "model/a.json"])
+@pytest.mark.parametrize("make", ["link", "pipe"])
+def test_a_run_takes_no_folder_with_links_or_pipes_in_it(spec, name, make, tmp_path):
+    place = tmp_path / "run" / name
+    place.parent.mkdir(parents=True)
+    (tmp_path / "file").write_text("mine")
+    os.mkfifo(place) if make == "pipe" else place.symlink_to(tmp_path / "file")
+    refused(f"{name}: not a regular file", record.check_folder, tmp_path / "run")
+    (tmp_path / "link").symlink_to("run")
+    refused("link: a link", record.check_folder, tmp_path / "link")
+
+
+def test_emptying_a_folder_removes_links_and_not_what_they_lead_to(tmp_path):
+    run, theirs = tmp_path / "run", tmp_path / "theirs"
+    for folder in (run / "answers", theirs):
+        folder.mkdir(parents=True)
+        (folder / "file").write_text("text")
+    (run / "model").symlink_to(theirs)
+    (run / ".lock").touch()
+    record.empty_folder(run)
+    assert [path.name for path in run.iterdir()] == [".lock"] and (theirs / "file").exists()
+    (tmp_path / "link").symlink_to("theirs")
+    refused("link: a link", record.empty_folder, tmp_path / "link")
+    assert (theirs / "file").exists()
+
+
+@pytest.mark.parametrize("make", ["link", "dangling link", "pipe", "folder"])
+def test_a_lock_is_a_regular_file_of_the_folder(make, tmp_path):
     (tmp_path / "mine").write_text("text")
-    (tmp_path / ".lock").symlink_to("mine")
-    with record.lock(tmp_path):
-        pass
-    assert (tmp_path / "mine").read_text() == "text"
+    lock = tmp_path / ".lock"
+    {
+        "link": lambda: lock.symlink_to("mine"),
+        "dangling link": lambda: lock.symlink_to("none"),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lock.mkdir,
+    }[make]()
+    refused(r"\.lock: not a regular file", record.lock(tmp_path).__enter__)
+    assert (tmp_path / "mine").read_text() == "text" and not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_is_a_link_is_not_held(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").symlink_to("theirs")
+    refused("run: a link", record.lock(tmp_path / "run").__enter__)
+    assert not list((tmp_path / "theirs").iterdir())
+
+
+def test_what_no_text_file_can_hold_is_written_as_question_marks(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["error"]["message"] = "odd \udcff\ud800 é 😀"
+    record.write_record(tmp_path, entry)
+    assert record.read_record(tmp_path)["error"]["message"] == "odd ?? é 😀"
+
+
+# The way to a value of a record, and what no record may have there.
+ODD = [("error.message", "\ud800"), ("task.name", "translation"), ("task.metric", "bleu")]
+ODD += [("task.label", 5), ("status", "fine"), ("env.gpu", 5), ("spec.settings.precision", 16)]
+ODD += [
+    ("spec.settings.cuda_graph", "yes"),
+    ("spec.settings.engine", None),
+    ("quality.f1", 10**400),
+]
+NO_NAMES = [
+    "../x",
+    "/etc",
+    "..",
+    ".",
+    "",
+    ".git",
+    "a/b",
+    "a\\b",
+    "a\0b",
+    "a\nb",
+    "x" * 300,
+    "\x1b[2J",
+    "-rf",
+    "é",
+]
+ODD += [(name, value) for name in ("run_id", "group") for value in NO_NAMES]
+
+
+@pytest.mark.parametrize(("way", "value"), ODD)
+def test_a_value_that_a_reader_could_stumble_at_is_one_line(spec, tmp_path, way, value):
+    entry, (*above, last) = record.new_record(spec, ENV), way.split(".")
+    functools.reduce(operator.getitem, above, entry)[last] = value
+    (tmp_path / "record.json").write_text(json.dumps(entry))
+    said = refused("record.json: ", record.read_record, tmp_path)
+    assert last in said or "half a character" in said or "integer string" in said
 
 
 @pytest.mark.parametrize(("way", "value"), cases("no numbers"))

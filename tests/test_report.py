@@ -4,7 +4,6 @@ import dataclasses
 import itertools
 import json
 import math
-import re
 import subprocess
 from pathlib import Path
 
@@ -536,7 +535,7 @@ def front(runs):
     """README.md as the only page, with empty blocks, and the runs, archived, in git's index."""
     blocks = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in readme.BLOCKS)
     Path("README.md").write_text(f"# Title\n\n{blocks}\n\ntail\n")
-    write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"))
+    write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"), [])
     subprocess.run(["git", "init", "-q"], check=True)
     subprocess.run(["git", "add", "runs"], check=True)
     return Path("README.md")
@@ -574,16 +573,49 @@ def test_the_report_of_a_small_group_fits_a_terminal_and_draws_its_figures(runs,
     )
     text, words = (
         Path("figures/cpu-smoke/report.md").read_text(),
-        ("| A1 |", "| D1-nvfuser |", "*Not shown: "),
+        ("| A1 |", "| D1-nvfuser |", "no backend named 'nvfuser'", "CUDA out of memory"),
     )
     assert [each for each in ("![On a CPU: A4 trains", *words) if each not in text] == []
     assert Path("figures/cpu-smoke/ladder.png").is_file()
-    assert re.findall(r"\*No (?:figure|table): \w+Error.*", text) == []
+    assert len(text.split()) < 650, "eleven runs on three screens"
+
+
+def test_ones_own_runs_are_shown_first_and_archived_ones_to_who_names_them(runs, typed):
+    typed("archive cpu-smoke --runs", runs)
+    Path(runs, "cpu-smoke").rename("away")
+    for variant in ("A1", "A2"):
+        make(runs, variant, preset="local")
+    Path(runs, "cpu-smoke.jsonl").write_text(
+        Path(runs, "cpu-smoke.jsonl").read_text().replace('"started":"2', '"started":"3')
+    )
+    said = typed("report")
+    assert said.startswith("Group cpu-local: 2 runs, ") and "cpu-smoke" not in said
+    text = Path("figures/cpu-local/report.md").read_text()
+    assert "cpu-smoke" not in text and not Path("figures/cpu-local/report.ipynb").exists()
+
+
+def test_a_group_of_ones_own_is_shown_without_what_is_archived_of_it(runs, typed):
+    typed("archive cpu-smoke --runs", runs)
+    Path(runs, "cpu-smoke").rename("away")
+    for variant in ("A1", "A2"):
+        make(runs, variant, seed=7)
+    assert typed("report").startswith("Group cpu-smoke: 2 runs, ")
+    every = load_runs(runs)
+    entry = every[every["spec.seed"] == 7]["run"].iloc[0].record
+    assert list(family_table(every, [entry])["variant"]) == ["A1", "A2"]
+
+
+def test_figures_are_not_drawn_into_a_folder_that_is_a_link(runs, typed):
+    for name in ("figures", "theirs"):
+        Path(name).mkdir()
+    Path("figures/cpu-smoke").symlink_to("../theirs")
+    assert "cpu-smoke: a link" in typed("report", code=2) and not list(Path("theirs").iterdir())
 
 
 def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_beside(runs):
+    reference = committed().query("group == @load.REFERENCE")
     said = cli.overview(
-        pd.concat([load_runs(runs), committed().query("group == @load.REFERENCE")]), "cpu-smoke"
+        select(load_runs(runs), "cpu-smoke"), pd.concat([load_runs(runs), reference])
     )
     ratio = (
         figures.timed(select(committed(), load.REFERENCE)).set_index("variant").loc["A3", "ratio"]
@@ -593,7 +625,8 @@ def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_bes
         and "speed × A1 on one NVIDIA H100" in said
         and f"{ratio:.2f}" in said
     )
-    assert len(cli.overview(committed(), load.REFERENCE).splitlines()) <= 26
+    of_reference = select(committed(), load.REFERENCE)
+    assert len(cli.overview(of_reference, committed()).splitlines()) <= 26
 
 
 def test_every_tag_is_one_that_the_report_knows():

@@ -12,6 +12,7 @@ import signal
 import threading
 import time
 from functools import partial
+from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
@@ -401,3 +402,83 @@ def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, c
     monkeypatch.setattr(sweep.time, "monotonic", Mock(side_effect=[0.0, 180.0]))
     sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
     assert "[2/4] A1 seed 0: ok; about 3 min left" in capsys.readouterr().out
+
+
+def bad_record(folder: Path, _) -> None:
+    (folder / "record.json").write_text('{"schema": "qa_lib/99"}')
+
+
+def linked_record(folder: Path, theirs: Path) -> None:
+    (folder / "record.json").symlink_to(theirs / "file")
+
+
+def linked_log(folder: Path, theirs: Path) -> None:
+    (folder / "log.txt").symlink_to(theirs / "file")
+
+
+def linked_folder(folder: Path, theirs: Path) -> None:
+    folder.rmdir()
+    folder.symlink_to(theirs)
+
+
+def pipes(folder: Path, _) -> None:
+    for name in ("log.txt", "steps.jsonl"):
+        os.mkfifo(folder / name)
+
+
+def pipe_as_lock(folder: Path, _) -> None:
+    os.mkfifo(folder / ".lock")
+
+
+def pipe_as_record(folder: Path, _) -> None:
+    os.mkfifo(folder / "record.json")
+
+
+SPOILS = [bad_record, linked_record, linked_log, linked_folder, pipes, pipe_as_lock, pipe_as_record]
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_folder_that_no_run_may_have_costs_that_run_alone(tmp_path, spoil, capsys):
+    """The others run, the sweep says why it did not, and nothing in its folder is other than it was."""
+    specs = plan(["A1", "A2"], "test", data="synthetic:80", machine=Machine())
+    folder, theirs = tmp_path / "runs" / specs[0].run_path, tmp_path / "theirs"
+    folder.mkdir(parents=True)
+    theirs.mkdir()
+    (theirs / "file").write_text("mine")
+    spoil(folder, theirs)
+    before = sorted(path.name for path in folder.iterdir())
+
+    def command(spec, runs):
+        return call("tests.small:pretend", spec, runs, 0.0)
+
+    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
+    entries = sweep.sweep(specs, launcher)
+    assert [entry["status"] for entry in entries] == ["error", "ok"]
+    assert entries[0]["error"]["kind"] == "RecordError"
+    assert str(folder) in entries[0]["error"]["message"]
+    assert "1 error, 1 ok" in capsys.readouterr().out
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"file": "mine"}
+    assert {*before} <= {path.name for path in folder.iterdir()} <= {*before, *LOCKS}
+
+
+LOCKS = (".lock", ".driver.lock")
+
+
+def test_force_empties_a_folder_and_nothing_that_its_links_lead_to(tmp_path):
+    specs = plan(["A1", "A2"], "test", data="synthetic:80", machine=Machine())
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "file").write_text("mine")
+    own = leave(tmp_path, specs[0])
+    (own / "answers").symlink_to(theirs)
+    (own / "log.txt").symlink_to(theirs / "file")
+    (own / "old").write_text("old")
+    (tmp_path / specs[1].run_path).symlink_to(theirs)
+
+    def command(spec, runs):
+        return call("tests.small:pretend", spec, runs, 0.0)
+
+    launcher = launch.Launcher(tmp_path, Machine(), {}, force=True, command=command)
+    assert [entry["status"] for entry in launcher.run_all(specs)] == ["ok", "error"]
+    assert not (own / "old").exists() and not (own / "log.txt").is_symlink()
+    assert {path.name: path.read_text() for path in theirs.iterdir()} == {"file": "mine"}

@@ -5,13 +5,16 @@ Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.p
 """
 
 import io
+import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 from contextlib import contextmanager
 from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,7 +26,7 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.app import running
+from qa_lib.app import dashboard, running
 from qa_lib.archive import read_runs
 from qa_lib.cli import VERBS, parser_of
 from qa_lib.data import windows
@@ -32,6 +35,7 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.build import save_model
 from qa_lib.model.hf_checkpoint import SUMS
+from qa_lib.report import cli
 from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.sweep import progress_of
@@ -39,9 +43,11 @@ from qa_lib.score.predict import load_qa_model
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
+from tests.conftest import slow
 from tests.material import cases, document, hub_row, leave, question, trained_tokenizer, write
+from tests.test_report import make
 from tests.test_windows import same
-from tests.tiny import CPU, checkpoint, planned
+from tests.tiny import CPU, H200, checkpoint, planned
 
 TIMES = int(os.environ.get("QA_LIB_MUTATIONS", "40"))  # mutations of each kind
 SECONDS = 20  # that any of them may take
@@ -248,6 +254,69 @@ def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys
             lab.use()
         assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
         lab.check_and_restore(file)
+
+
+class Shelf:
+    """A folder with eight runs of two groups, in folders and archived, one of which is spoilt at a time."""
+
+    def __init__(self):
+        for variant, machine, seed in itertools.product(("A1", "A2"), (CPU, H200), (0, 1)):
+            make(Path("whole/runs"), variant, machine=machine, seed=seed)
+        for group in ("cpu-smoke", "h200-smoke"):
+            assert main(["archive", group, "--runs", "whole/runs"]) == 0
+        self.outside = sorted(Path().iterdir())
+
+    def spoil(self, chance: random.Random) -> tuple[Path, bytes]:
+        """A fresh copy as `lab`, in which a record or a line is another; the file, and what it was."""
+        shutil.rmtree("lab", ignore_errors=True)
+        shutil.copytree("whole", "lab")
+        archive, folder = Path("lab/runs/cpu-smoke.jsonl"), Path("lab/runs/cpu-smoke")
+        if chance.random() < 0.5:
+            shutil.rmtree(folder)
+            path = archive
+        else:
+            archive.unlink()
+            path = chance.choice(sorted(folder.glob("*/record.json")))
+        before = path.read_bytes()
+        mutated(path, chance)
+        return path, before
+
+    def entries(self) -> dict:
+        return {run.key: run.record for run in read_runs("lab/runs", left_out=lambda *_: None)}
+
+
+@pytest.fixture
+def shelf(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        cli, "execute", lambda *_: None
+    )  # of a page as a notebook, which takes seconds
+    return Shelf()
+
+
+@pytest.mark.parametrize("part", [0, *map(slow, range(1, 8))])
+def test_one_bad_record_costs_one_sentence_wherever_records_are_read(shelf, part, capsys):
+    """Report, export, dashboard and archive end well, or in one line; no record is lost but those that were spoilt."""
+    chance = random.Random(part)
+    for _ in range(TIMES // 8 if part == 0 else TIMES):
+        path, before = shelf.spoil(chance)
+        lines = zip_longest(before.splitlines(), path.read_bytes().splitlines())
+        spoilt = sum(old != new for old, new in lines)
+        capsys.readouterr()
+        with limited():
+            entries = shelf.entries()
+            assert len(entries) >= 8 - spoilt or (path.suffix == ".json" and len(entries) >= 7)
+            for words in ("report", "report --group cpu-smoke", "export --csv lab/all.csv"):
+                main([*words.split(), "--runs", "lab/runs"])
+                said = capsys.readouterr()
+                assert "Traceback" not in said.err and "\x1b" not in said.out + said.err
+                assert len(re.findall("(?m)^error: ", said.err)) <= 1
+                assert len(re.findall("(?m)^left out: ", said.err)) <= max(spoilt, 1)
+            groups, _, page = dashboard(Path("lab/runs"), Path("figures"), "h200-smoke")
+            assert "h200-smoke" in groups and "<table" in page
+            main(["archive", "cpu-smoke", "--runs", "lab/runs"])
+            assert {**shelf.entries(), **entries} == shelf.entries(), "an archive loses none"
+        assert sorted({*Path().iterdir()} - {Path("lab"), Path("figures")}) == shelf.outside
 
 
 @pytest.fixture(scope="module")

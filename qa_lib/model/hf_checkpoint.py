@@ -18,6 +18,7 @@ from pathlib import Path
 
 from qa_lib.data.squad import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
+from qa_lib.record import writable_folder
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
@@ -27,6 +28,21 @@ READ = (
     "config.json generation_config.json tokenizer*.json special_tokens_map.json added_tokens.json vocab.txt vocab.json "
     "merges.txt *.model tekken.json chat_template.jinja"
 ).split()
+
+# What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
+VOCABULARIES = (
+    "special_tokens_map.json added_tokens.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
+    "sentencepiece.bpe.model chat_template.jinja"
+).split()
+SAVED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    *VOCABULARIES,
+    INDEX,
+    SUMS,
+)  # with the weights, the names of all that save_pretrained writes, and the digests
 
 
 def find_folder(name: str | Path) -> Path:
@@ -108,8 +124,8 @@ def _weights(folder: Path) -> list[Path]:
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
-    of a model that was there before stays beside the new one."""
-    folder = folder.resolve()  # what a link leads to is replaced, and not the link
+    of a model that was there before stays beside the new one. Raises RecordError for a folder that is a link."""
+    folder = writable_folder(folder).absolute()
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
     ) as work:

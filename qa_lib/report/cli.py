@@ -1,5 +1,6 @@
-"""`python -m qa_lib report`: executes notebooks/report.ipynb over the records of one group, which draws its figures,
-and prints a table of few lines; puts results into README.md; checks that what is committed is of today's records.
+"""`python -m qa_lib report`: prints a table of few lines of one group, and makes its page. That of one's own runs is
+short (report/own.py); archived groups have that of notebooks/report.ipynb, executed over their records. Also puts
+results into README.md, and checks that what is committed is of today's records.
 
 Reads run records and nothing else, and never imports torch.
 """
@@ -13,11 +14,13 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.errors import printable
-from qa_lib.record import write_atomically
+from qa_lib.archive import own_groups
+from qa_lib.errors import one_line, printable
+from qa_lib.record import writable_folder, write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
 from qa_lib.report.notebook import brief
+from qa_lib.report.own import write_page
 from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import summary
@@ -39,10 +42,8 @@ def main(args: argparse.Namespace) -> int:
         problems: list[str] = []
         runs = load.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
         problems += check(runs, args.runs, args.figures)
-        print(
-            "\n".join(problems)
-            or "README.md, pages and figures of the committed runs are up to date"
-        )
+        clean = "README.md, pages and figures of the committed runs are up to date"
+        print("\n".join(map(one_line, problems)) or clean)
         return 1 if problems else 0
     runs = load.load_runs(args.runs)
     if args.readme:
@@ -55,32 +56,55 @@ def main(args: argparse.Namespace) -> int:
             execute(notebook, ROOT / page, parameters)
             print(f"{notebook} executed into {page}")
         return 0
-    began = load.newest(runs)
-    if not began:
+    group = args.group or default_group(runs)
+    if group is None:
         raise load.ReportError(
             f"no record below {args.runs}: run something first, for example make quickstart"
         )
-    group = args.group or [*began][-1]
-    if group not in set(runs["group"]):
-        raise load.ReportError(
-            f"no group {group!r} below {args.runs}; there are {', '.join(began)}"
-        )
-    page = args.figures / group / "report.ipynb"
-    given_paths = {
-        name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")
-    }
+    shown = runs[runs["group"] == group]
+    if shown.empty:
+        known = ", ".join(load.newest(runs))
+        raise load.ReportError(f"no group {group!r} below {args.runs}; there are {known}")
+    if not args.group:
+        shown = load.own_first(shown)
+    folder = args.figures / group
     try:
-        said = printable(overview(runs, group))
+        chosen = load.select(shown, group)
+        said = overview(chosen, runs)
+        if own_groups(shown["run"]) and len(load.own_first(shown)) == len(shown):
+            said += f"\n\nOpen {write_page(chosen, folder)}, with its figure beside it"
+        else:
+            page = execute_report(args.runs, args.figures, group)
+            said += f"\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"
     except SPOILT as problem:
         raise load.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
-    execute(NOTEBOOK, page, {"group": group} | given_paths)
-    print(f"{said}\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it")
+    print(printable(said))
     return 0
 
 
-def overview(runs: pd.DataFrame, group: str) -> str:
-    """A group's table in few lines: scores and speeds, of a CPU's runs the speeds of the reference group instead."""
-    own = load.select(runs, group)
+def default_group(runs: pd.DataFrame) -> str | None:
+    """The group that is shown where none is named: the newest of one's own, or of all where none is one's own."""
+    for part in (load.own_first(runs), runs):
+        if began := load.newest(part):
+            return [*began][-1]
+    return None
+
+
+def execute_report(runs: Path, figures: Path, group: str) -> Path:
+    """The long page of a group, executed into its folder below `figures`; returns the page's path."""
+    page = figures / group / "report.ipynb"
+    given_paths = {
+        name: os.path.relpath(path.absolute(), ROOT)
+        for name, path in {"runs": runs, "figures": figures}.items()
+    }
+    execute(NOTEBOOK, page, {"group": group} | given_paths)
+    return page
+
+
+def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """The table of a group's runs `own` (load.select) in few lines: scores and speeds, of a CPU's runs the speeds of
+    the reference group in `runs` instead."""
+    group = own["group"].iloc[0]
     lines = load.largest_batch(summary(own))
     table = brief(lines, own, runs)
     said = [
@@ -90,7 +114,7 @@ def overview(runs: pd.DataFrame, group: str) -> str:
     ]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")
-    others = [name for name in load.newest(runs) if name != group]
+    others = [name for name in load.newest(load.own_first(runs)) if name != group]
     if others:
         said += [
             "",
@@ -104,6 +128,8 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
     traces of when and where. Raises ReportError, which says where it stopped."""
     import nbformat  # these take a second
     import papermill
+
+    writable_folder(page.parent)
     from traitlets.config import Config
 
     with tempfile.TemporaryDirectory() as folder:

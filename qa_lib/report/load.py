@@ -160,6 +160,12 @@ def group_or_none(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     return select(runs, group) if (runs["group"] == group).any() else runs[:0]
 
 
+def own_first(runs: pd.DataFrame) -> pd.DataFrame:
+    """Of runs those in folders, which are one's own; all of them where none is."""
+    own = [run.folder is not None for run in runs["run"]] if len(runs) else []
+    return runs[own] if any(own) else runs
+
+
 def newest(runs: pd.DataFrame) -> dict[str, str]:
     """Of each group, when its latest run began; without the groups of tries (see `searches`). The newest is last."""
     began = (

@@ -110,9 +110,12 @@ def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
 
 
 def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:
-    """As text: the variants of some records of one group, and all others of `relatives` of the first. Only of the
-    model, length and training that this had: a search or a scaling group has many."""
-    chosen, first = load.select(runs, records[0]["group"]), records[0]["spec"]["variant"]
+    """As text: the variants of some records of one group, and all others of `relatives` of the first. Only of one's own
+    runs, and of the model, length and training that the first had: a search or a scaling group has many."""
+    chosen = load.select(
+        load.own_first(runs[runs["group"] == records[0]["group"]]), records[0]["group"]
+    )
+    first = records[0]["spec"]["variant"]
     own = chosen[chosen["run_id"] == records[0]["run_id"]]
     for axis in ("model", "length", "training"):
         chosen = chosen[chosen[axis].isin(own[axis])]

@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.errors import first_line
-from qa_lib.record import RecordError, write_atomically
+from qa_lib.record import RecordError, writable_folder, write_atomically
 from qa_lib.report.format import markdown
 from qa_lib.report.load import ReportError, on_cpu
 from qa_lib.variants import VARIANTS
@@ -211,6 +211,7 @@ def show(made_of: Callable, *sources, save: str | Path = "", name: str = ""):
             path = Path(
                 save, runs["group"].iloc[0], f"{name or made_of.__name__.removeprefix('fig_')}.png"
             )
+            writable_folder(path.parent)
             write_atomically(path, png(made, Records=digest(runs)))
             kept = {"file": path.as_posix()}
         return display.Image(

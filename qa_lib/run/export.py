@@ -17,8 +17,8 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.archive import Run, read_runs, runs_in_folders
-from qa_lib.errors import UserError
+from qa_lib.archive import Run, own_first, read_runs, runs_in_folders
+from qa_lib.errors import UserError, printable
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
 EVERY_S = 2.0  # seconds between two looks at the runs that are followed
@@ -29,7 +29,8 @@ def main(args: argparse.Namespace) -> int:
     tracker = next(filter(vars(args).get, TRACKERS), None)
     if args.follow and not tracker:
         raise UserError(f"--follow goes with one of {', '.join(f'--{name}' for name in TRACKERS)}")
-    found = read_runs(args.runs, args.group)
+    every = read_runs(args.runs, args.group)
+    found = every if args.group else own_first(every)
     if not found and not args.follow:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
     out = args.csv or args.tensorboard or args.wandb or args.trackio
@@ -48,7 +49,11 @@ def main(args: argparse.Namespace) -> int:
             for run in found
         ]
         record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
-    print(f"{out}: {len(found)} runs")
+    print(printable(f"{out}: {len(found)} runs"))
+    if len(found) < len(every):
+        print(
+            f"left out: {len(every) - len(found)} archived runs; --group G exports those of a group"
+        )
     return 0
 
 

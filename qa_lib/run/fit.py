@@ -112,7 +112,7 @@ def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
             runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf
         )
     (spec,) = run_in_turn(launcher, [spec], say)
-    return record.with_result(record.read_record(runs / spec.run_path), " (its log.txt has more)")
+    return record.with_result(launcher.entry_of(spec), " (its log.txt has more)")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -275,6 +275,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
+        record.check_folder(run_dir)
         entry = record.new_record(spec, hardware.environment())
         try:
             follow_driver()  # which may be gone already: only in here does the record say so

@@ -3,13 +3,16 @@
 The card is README.md beside a kept model's weights, all of it from the record. Its metadata names base model and data
 where these are of the hub, and has the scores as `model-index`. For data of the hub they stand in .eval_results/ as
 well, the hub's evaluation results, by which it lists models at a data set. Every kept model has a card; the verb `push`
-uploads both, into a private repository unless it is to be public.
+uploads both, into a private repository unless it is to be public, and nothing else that lies in the folder.
 """
 
 import argparse
+import os
+import re
 from pathlib import Path
 
 from huggingface_hub import (
+    CommitOperationAdd,
     EvalResult,
     EvalResultEntry,
     HfApi,
@@ -21,10 +24,11 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import get_token, validate_repo_id, yaml_dump
 
 from qa_lib import record
-from qa_lib.errors import UserError, first_line
-from qa_lib.model.hf_checkpoint import SUMS, inspect_checkpoint
+from qa_lib.errors import UserError, first_line, printable
+from qa_lib.model.hf_checkpoint import SAVED, SUMS, inspect_checkpoint
 from qa_lib.variants import TASKS, VARIANTS
 
+RESULTS = ".eval_results"  # folder of the hub's evaluation results
 CARD = "README.md"  # not in SHA256SUMS: its owner may well write more into it
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
@@ -36,7 +40,7 @@ def check_own(folder: Path, run_id: str) -> None:
         return
     card = folder / CARD  # models of an older version have none
     if not (folder / SUMS).is_file() or (
-        card.is_file() and run_id not in card.read_text(errors="replace")
+        card.is_file() and run_id not in card.read_text(encoding="utf-8", errors="replace")
     ):
         raise UserError(
             f"{folder} does not name run {run_id}, and would be replaced by what it saves: move it elsewhere"
@@ -46,21 +50,31 @@ def check_own(folder: Path, run_id: str) -> None:
 def write_card(folder: Path, entry: dict) -> None:
     """Write into a model's folder its card and, for data of the hub, the evaluation results. Raises RecordError when
     the disk is full."""
-    results, (_, data) = eval_results(entry), hub_names(entry)
-    record.write_atomically(folder / CARD, f"{model_card(entry, results)}\n")
-    if data:
-        name, _, config = data.partition(":")
-        about = {
-            "dataset_id": name,
-            "task_id": config or "default",
-            "date": entry["time"]["started"][:10],
-        }
-        entries = [
-            EvalResultEntry(**about, value=one.metric_value, notes=one.metric_name)
-            for one in results
-        ]
-        path = folder / ".eval_results" / f"{name.rpartition('/')[2]}.yaml"
-        record.write_atomically(path, yaml_dump(eval_result_entries_to_yaml(entries)))
+    record.write_atomically(folder / CARD, f"{model_card(entry, eval_results(entry))}\n")
+    for name, content in results_files(entry).items():
+        record.writable_folder(folder / RESULTS)
+        record.write_atomically(folder / name, content)
+
+
+def results_files(entry: dict) -> dict[str, bytes]:
+    """The file of a run's evaluation results, by its path in the model's folder; none for data that is not of the
+    hub."""
+    _, data = hub_names(entry)
+    if not data:
+        return {}
+    name, _, config = data.partition(":")
+    about = {
+        "dataset_id": name,
+        "task_id": config or "default",
+        "date": entry["time"]["started"][:10],
+    }
+    entries = [
+        EvalResultEntry(**about, value=one.metric_value, notes=one.metric_name)
+        for one in eval_results(entry)
+    ]
+    # A data set's name has letters, digits and "-_." but in a record that somebody else has written.
+    file = re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])[:96]
+    return {f"{RESULTS}/{file}.yaml": yaml_dump(eval_result_entries_to_yaml(entries)).encode()}
 
 
 def hub_names(entry: dict) -> tuple[str | None, str | None]:
@@ -109,12 +123,13 @@ def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
     )
 
 
-def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> str:
+def push(run_dir: Path, repo: str, public: bool = False, add: bool = False, say=print) -> str:
     """Upload the model that a run has kept to `repo`, as in "me/bert-squad", and return its address.
 
-    A repository that exists is left alone unless `add`, and one that is public unless `public`, too. Raises UserError
-    for a run without a model or whose model is not the one that it saved, without a token, and for what the hub or the
-    network refuses; RunTaken while a process works on the run.
+    What goes there are the files of a checkpoint, by their names, and the card; `say` is told what else is in the
+    folder. A repository that exists is left alone unless `add`, and one that is public unless `public`, too. Raises
+    UserError for a run without a model or whose model is not the one that it saved, without a token, and for what the
+    hub or the network refuses; RunTaken while a process works on the run.
     """
     entry, folder = record.read_record(run_dir), run_dir / "model"
     if not folder.is_dir():
@@ -137,11 +152,17 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
             "no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write"
         )
     with record.lock(run_dir):  # or a run that is done again might replace the model meanwhile
-        inspect_checkpoint(folder)
-        if not (folder / CARD).exists():  # of a run from before there were cards
+        record.writable_folder(folder)
+        _, weights = inspect_checkpoint(folder)
+        if not os.path.lexists(folder / CARD):  # of a run from before there were cards
             write_card(folder, entry)
+        paths, others = files_to_push(folder, weights)
+        if others:
+            names = ", ".join(path.name for path in others)
+            say(printable(f"not uploaded, since no files of a checkpoint: {names:.200}"))
+        files = {path.name: path for path in paths} | results_files(entry)
         try:
-            return _upload(folder, repo, public, add, f"Add the model of run {entry['run_id']}")
+            return _upload(files, repo, public, add, f"Add the model of run {entry['run_id']}")
         except UserError:
             raise
         except (
@@ -150,7 +171,28 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False) -> s
             raise UserError(f"{repo}: not uploaded: {_reason(problem)}") from None
 
 
-def _upload(folder: Path, repo: str, public: bool, add: bool, message: str) -> str:
+def files_to_push(folder: Path, weights: list[Path]) -> tuple[list[Path], list[Path]]:
+    """The files of a model's folder that a checkpoint with such weights has, the card among them; and what else is in
+    it: links, folders, and files of other names. Raises UserError where a file of the checkpoint is a link, without
+    which it would not be whole."""
+    own = {*(path.name for path in weights), *SAVED}
+    files, others = [], []
+    for path in sorted(folder.iterdir()):
+        is_file = path.is_file() and not path.is_symlink()
+        if path.name in own and path.is_symlink():
+            raise UserError(
+                f"{path} is a link, and links are not uploaded: put a copy of the file in its place"
+            )
+        if is_file and path.name in {*own, CARD}:
+            files.append(path)
+        elif path.name != RESULTS:  # made anew of the record
+            others.append(path)
+    return files, others
+
+
+def _upload(
+    files: dict[str, Path | bytes], repo: str, public: bool, add: bool, message: str
+) -> str:
     api = HfApi()
     try:
         api.create_repo(repo, private=not public)
@@ -163,7 +205,8 @@ def _upload(folder: Path, repo: str, public: bool, add: bool, message: str) -> s
             ) from None
         if not public and not api.model_info(repo).private:
             raise UserError(f"{repo} is public: --add --public uploads into it") from None
-    api.upload_folder(repo_id=repo, folder_path=folder, commit_message=message)
+    operations = [CommitOperationAdd(name, content) for name, content in files.items()]
+    api.create_commit(repo, operations, commit_message=message)
     return f"{api.endpoint}/{repo}"
 
 

@@ -8,12 +8,12 @@ when its record is where it must be, has the asked hash, is terminal and complet
 This module never imports torch, unless it has to choose again (run_in_turn): a driver must hold no GPU.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -97,6 +97,9 @@ class Launcher:
     active: list[Spec] = field(default_factory=list)  # whose processes are at work
     stopped: threading.Event = field(default_factory=threading.Event)
     why: str = ""  # it was stopped
+    refused: dict[Path, dict] = field(
+        default_factory=dict
+    )  # by run_path: records that nobody wrote
     idle: ClassVar = ("waiting",)  # statuses in which a run's time limit does not count
 
     def __post_init__(self):
@@ -104,8 +107,17 @@ class Launcher:
             raise UserError(f"--gpus {absent[0]}: this machine has {self.machine.gpus} GPUs")
 
     def is_finished(self, spec: Spec) -> bool:
-        """Whether this run may be passed over."""
+        """Whether this run may be passed over. One whose record cannot be read may not: `run_all` says why."""
+        with contextlib.suppress(record.RecordError):
+            return self._is_finished(spec)
+        return False
+
+    def _is_finished(self, spec: Spec) -> bool:
         return not (self.force or self.aloud) and is_finished(self.runs, spec)
+
+    def entry_of(self, spec: Spec) -> dict:
+        """The record of a run that is done with. Raises RecordError."""
+        return self.refused.get(spec.run_path) or record.read_record(self.runs / spec.run_path)
 
     def run_all(
         self, specs: list[Spec], ended=lambda spec, entry: None, look=lambda: None
@@ -157,10 +169,12 @@ class Launcher:
 
     def _run(self, spec: Spec, cards: tuple[int, ...]) -> dict | None:
         """One run from its claim to its record; None while another process works on it."""
-        run_dir = self.runs / spec.run_path
+        run_dir, prepared = self.runs / spec.run_path, False
         try:
             with record.lock(run_dir, DRIVER_LOCK):
-                entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
+                entry = self._prepare(spec, run_dir)
+                prepared = True
+                entry = entry or self._work(spec, run_dir, cards)
                 if (
                     entry["error"]["kind"] == NEVER_BEGAN
                 ):  # kernels that start together can race for a port: once more
@@ -170,7 +184,17 @@ class Launcher:
             self.stopped.wait(POLL_S)
             return None
         except (record.RecordError, OSError, EOFError) as problem:
+            if isinstance(problem, record.RecordError) and not prepared:
+                return self._refuse(spec, problem)
             return self._lost(spec, run_dir, problem)
+
+    def _refuse(self, spec: Spec, problem: record.RecordError) -> dict:
+        """A record that says why a run cannot begin, such as for a record that cannot be read. It is not written: what
+        is in the folder may be a newer version's, or a link to somebody else's."""
+        entry = record.new_record(spec, self.env) | {"status": "error"}
+        entry["error"] |= {"kind": type(problem).__name__, "message": str(problem)}
+        self.refused[spec.run_path] = entry
+        return entry
 
     def _lost(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
         """A record for a run whose own was removed or spoilt while it ran, or which had no process, since the server of
@@ -196,14 +220,11 @@ class Launcher:
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
         """The record, where there is nothing to do; else None, with the folder ready for the run's process."""
         with record.lock(run_dir):
-            if self.is_finished(spec):  # another driver may have just done it
+            if self._is_finished(spec):  # another driver may have just done it
                 return record.read_record(run_dir)
             if self.force:
-                for old in run_dir.iterdir():
-                    if not old.name.endswith(".lock"):
-                        shutil.rmtree(
-                            old
-                        ) if old.is_dir() and not old.is_symlink() else old.unlink()
+                record.empty_folder(run_dir)
+            record.check_folder(run_dir)
             entry = record.new_record(spec, self.env)
             if spec.skip:
                 return record.finish(
@@ -215,7 +236,7 @@ class Launcher:
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
         begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.preset.threads)
-        with open(run_dir / "log.txt", "w") as log:
+        with record.open_to_write(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
         try:
@@ -339,7 +360,7 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
 
 
 def _last_words(run_dir: Path) -> str:
-    lines = (run_dir / "log.txt").read_text(errors="replace").split("\n")
+    lines = record.regular(run_dir / "log.txt").read_text(errors="replace").split("\n")
     return next(
         (line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt"
     )

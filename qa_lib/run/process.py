@@ -101,7 +101,7 @@ def with_driver() -> contextlib.AbstractContextManager:
 def check_driver(run_dir: Path) -> None:
     """Raises UserError where a driver started this process for another run than that of `run_dir`."""
     planned = Path(os.environ.get(DRIVER, run_dir / "lock")).parent
-    if planned.resolve() != run_dir.resolve():
+    if os.path.realpath(planned) != os.path.realpath(run_dir):  # which bears a link to itself
         raise UserError(
             f"{run_dir.name}: planned was {planned.name}, so data, model or code have changed since; "
             "give the command again"

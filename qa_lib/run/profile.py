@@ -158,6 +158,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     if spec.preset.threads:
         torch.set_num_threads(spec.preset.threads)
     device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
+    record.check_folder(run_dir)
     data = LOADERS[spec.preset.task](spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
-from qa_lib.errors import UserError, printable
+from qa_lib.errors import UserError, one_line, printable
 from qa_lib.presets import find_preset
 from qa_lib.run.launch import (
     ROOT,
@@ -133,12 +133,12 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
         specs = run_in_turn(launcher, specs, tell, ended, look)
     finally:
         bar.close()
-        summary, counts = _summary(specs, launcher.runs)
+        summary, counts = _summary(specs, launcher)
         with contextlib.suppress(OSError):  # the terminal may be gone
-            print(f"\n{summary}", flush=True)
+            print(printable(f"\n{summary}"), flush=True)
         if on_finish:
             _finish(on_finish, counts)
-    return [record.read_record(launcher.runs / spec.run_path) for spec in specs]
+    return [launcher.entry_of(spec) for spec in specs]
 
 
 def _finish(command: str, counts: dict[str, int]) -> None:
@@ -151,7 +151,7 @@ def _finish(command: str, counts: dict[str, int]) -> None:
         print(f"--on-finish: {command!r} ended with exit code {code}", file=sys.stderr, flush=True)
 
 
-def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
+def _summary(specs: list[Spec], launcher: Launcher) -> tuple[str, dict[str, int]]:
     """A table of how every run stands, and how many of each kind there are."""
     lines = []
     for spec in specs:
@@ -167,7 +167,7 @@ def _summary(specs: list[Spec], runs: Path) -> tuple[str, dict[str, int]]:
             "status": NOT_BEGUN,
         }
         with contextlib.suppress(record.RecordError):
-            entry = record.read_record(runs / spec.run_path)
+            entry = launcher.entry_of(spec)
             line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
             if spec.hardware != "cpu":  # whose speeds rank nothing
                 line |= {"samples/s": entry["speed"]["samples_per_s"]}
@@ -190,7 +190,7 @@ def progress_of(run_dir: Path) -> tuple[int, int | None]:
         record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError
     ):
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
-        with open(run_dir / "steps.jsonl", "rb") as stream:
+        with open(record.regular(run_dir / "steps.jsonl"), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
             return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
     return 0, None
@@ -213,7 +213,7 @@ def _line(spec: Spec, entry: dict) -> str:
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
     parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
     parts += [entry["error"]["message"]] if entry["error"]["message"] else []
-    return printable(", ".join(parts))
+    return one_line(", ".join(parts))
 
 
 def main(args: argparse.Namespace) -> int:
@@ -264,5 +264,5 @@ def main(args: argparse.Namespace) -> int:
     failed = [entry for entry in entries if entry["status"] in ("error", "killed")]
     for entry in failed:
         said = f"{entry['group']}/{entry['run_id']}: {entry['status']}, {entry['error']['message']}"
-        print(printable(said), file=sys.stderr)
+        print(one_line(said), file=sys.stderr)
     return 1 if failed else 0

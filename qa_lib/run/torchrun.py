@@ -56,6 +56,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     """
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
+        record.check_folder(run_dir)
         # So that processes that die before their first line leave no older result standing.
         record.write_record(
             run_dir, record.new_record(spec, environment()) | {"status": record.STARTING}
@@ -147,8 +148,8 @@ def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
     where none has."""
     found = []
     for path in faults(run_dir):
-        with contextlib.suppress(OSError):
-            found.append(json.loads(path.read_text()))
+        with contextlib.suppress(OSError, ValueError):
+            found.append(json.loads(record.regular(path).read_text()))
     found = [fault for fault in found if fault["at"] >= since]
     own = [
         fault for fault in found if fault["status"] == "oom"

@@ -12,7 +12,7 @@ import itertools
 import pandas as pd
 
 from qa_lib.cli import variants_of
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, one_line
 from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
@@ -70,7 +70,7 @@ def main(args: argparse.Namespace) -> int:
         result = f"{entry['status']}, {entry['error']['message']}"
         if entry["status"] == "ok":
             result = f"{label} {entry['quality'][metric]:.2f}"
-        print(f"  {point.run_id} {name_of(point)}: {result}", flush=True)
+        print(f"  {one_line(f'{point.run_id} {name_of(point)}: {result}')}", flush=True)
 
     trials = points(specs, args.learning_rate, args.trainable)
     launcher = Launcher(

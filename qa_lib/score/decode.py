@@ -25,7 +25,7 @@ import torch
 
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
-from qa_lib.record import write_atomically
+from qa_lib.record import writable_folder, write_atomically
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
@@ -106,7 +106,8 @@ class Answers:
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
         """Write nbest_predictions.json, predictions.json, texts.json and null_odds.json, each whole. Raises
-        RecordError."""
+        RecordError, also for a folder that is a link."""
+        writable_folder(Path(folder))
         # The largest first: where it fills the disk, all four stay as they were.
         files = {"nbest_predictions": self.nbest, "predictions": self.predictions}
         files |= {"texts": self.texts, "null_odds": self.null_odds}

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from qa_lib.data.squad import hash_files
 from qa_lib.measure.hardware import libraries
-from qa_lib.record import RecordError, code_version, regular
+from qa_lib.record import RecordError, code_version, writable
 from qa_lib.spec import Spec
 from qa_lib.train.data_parallel import NoParallel, gather, shard
 
@@ -85,10 +85,12 @@ class Checkpoint:
         metadata["digest"] = digest_of(tensors, metadata)
         temporary = self.path.with_suffix(".partial")
         try:
-            safetensors.torch.save_file(tensors, temporary, {"state": json.dumps(metadata)})
+            safetensors.torch.save_file(
+                tensors, writable(temporary), {"state": json.dumps(metadata)}
+            )
             with open(temporary, "rb") as stream:
                 os.fsync(stream.fileno())
-            temporary.replace(regular(self.path))
+            temporary.replace(writable(self.path))
         except (OSError, safetensors.SafetensorError) as problem:
             temporary.unlink(missing_ok=True)
             raise RecordError(

@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import Meter
-from qa_lib.record import RecordError, read_steps
+from qa_lib.record import RecordError, open_to_write, read_steps
 from qa_lib.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.process_group import ProcessGroup
@@ -135,7 +135,7 @@ class StepLog:
         if not self.ranks.first:
             return
         try:
-            with self.path.open(mode) as stream:
+            with open_to_write(self.path, mode) as stream:
                 stream.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as problem:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
