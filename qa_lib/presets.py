@@ -8,7 +8,9 @@ from typing import get_type_hints
 from qa_lib.variants import SpecError, find, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
-ANSWER_TOKENS = 30  # that an answer may have where nothing else is said, as in run_qa of transformers
+ANSWER_TOKENS = (
+    30  # that an answer may have where nothing else is said, as in run_qa of transformers
+)
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
@@ -128,7 +130,9 @@ def sized(
         changes |= {"effective_batch": batch, "batch_tokens": None}
     if max_answer_length:
         if preset.task != "qa":
-            raise SpecError(f"preset {preset.name!r} gives no answers, whose length could be bounded")
+            raise SpecError(
+                f"preset {preset.name!r} gives no answers, whose length could be bounded"
+            )
         changes["max_answer_length"] = max_answer_length
     found = dataclasses.replace(preset, **changes)
     length, tokens = found.max_length, found.batch_tokens

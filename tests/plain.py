@@ -11,15 +11,30 @@ def overflow(tokenizer, questions: list[str], contexts: list[str], max_length: i
     )
 
 
-def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
-    """Start and end label of one window whose context tokens are first..last, by the reference recipe's search.
+def plain_span(offsets, answers) -> tuple[int, int] | None:
+    """First character of the first gold answer that one of these tokens of the paragraph has, and one past the last;
+    blanks at its edges do not count. None where there is no such character."""
+    if not answers:
+        return None
+    text, start = answers[0]
+    while text[:1].isspace():
+        text, start = text[1:], start + 1
+    while text[-1:].isspace():
+        text = text[:-1]
+    held = {place for begin, end in offsets for place in range(begin, end)}
+    inside = [place for place, _ in enumerate(text, start) if place in held]
+    return (inside[0], inside[-1] + 1) if inside else None
+
+
+def plain_positions(offsets, first: int, last: int, span) -> tuple[int, int]:
+    """Start and end label of one window whose context tokens are first..last, by the reference recipe's search for the
+    characters that plain_span gives.
 
     The one difference: the search for the start stops at the window's last context token.
     """
-    if not answers or last < first:
+    if not span or last < first:
         return 0, 0
-    text, begin = answers[0]
-    finish = begin + len(text)
+    begin, finish = span
     if not (offsets[first][0] <= begin and offsets[last][1] >= finish):
         return 0, 0
     start, end = first, last

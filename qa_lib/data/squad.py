@@ -245,7 +245,9 @@ def _placed_answers(
         return ()
     if impossible == bool(answers):
         said = str(entry.get("is_impossible", "not there")).lower()
-        faults[CONTRADICTION].append(f"{place}: {len(answers)} answers, and is_impossible is {said}")
+        faults[CONTRADICTION].append(
+            f"{place}: {len(answers)} answers, and is_impossible is {said}"
+        )
         return ()
     for text, start in golds:
         # A negative start would count from the end of the paragraph and could even match there.

@@ -67,7 +67,9 @@ class Samples:
     pad_token: int
     segments: bool  # whether token types go with the windows: 0 up to the context, and 1 from there
     n_examples: int
-    gold_tokens: np.ndarray  # int32 [n_examples]: tokens of each first gold answer; 0 where there is none, and
+    gold_tokens: (
+        np.ndarray
+    )  # int32 [n_examples]: tokens of each first gold answer; 0 where there is none, and
     # TOKENLESS where no token has any of its characters
     examples_sha256: (
         str  # of the source's question ids in order: what `decode` checks its examples against

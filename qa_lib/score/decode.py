@@ -194,8 +194,10 @@ def text_edges(context: str, offsets: np.ndarray) -> tuple[list[int], list[int]]
     depth = np.zeros(n + 1, np.int64)
     np.add.at(depth, begins, 1)
     np.add.at(depth, ends, -1)
-    bare = [not has and not char.isspace() for has, char in zip(depth.cumsum() > 0, context)]
-    if not any(bare):
+    bare = np.zeros(n, bool)
+    for place in np.flatnonzero(depth.cumsum()[:n] == 0).tolist():
+        bare[place] = not context[place].isspace()
+    if not bare.any():
         return None
     first, last = list(range(n + 1)), list(range(n + 1))
     for place in range(n - 1, -1, -1):
