@@ -241,7 +241,7 @@ def _placed_answers(
             for answer in answers
         ]
     except DataError as fault:
-        faults[LAYOUT].append(str(fault))
+        faults[LAYOUT].append(str(fault).replace("not the SQuAD layout, ", ""))
         return ()
     if impossible == bool(answers):
         said = str(entry.get("is_impossible", "not there")).lower()

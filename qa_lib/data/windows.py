@@ -308,10 +308,14 @@ def _first_and_last(begins, ends, begin: int, finish: int) -> tuple[int, int]:
     """Which of the tokens with these offsets, int [tokens] each, are the first and the last of the text from character
     `begin` to `finish`: the last that begins no later than the text, and the first that ends no earlier, as in the
     reference script (transformers' run_qa). The accumulations are for tokenizers whose offsets step back: there the
-    search ends at the first token that is beyond the text."""
+    search ends at the first token that is beyond the text.
+
+    A character may be several tokens, of bytes or of a syllable's letters. Where the text is that character alone, the
+    two searches end at the last and at the first of them, in which order no answer can be given: here it is all of
+    them."""
     first = np.searchsorted(np.maximum.accumulate(begins), begin, "right") - 1
     last = np.searchsorted(np.minimum.accumulate(ends[::-1])[::-1], finish, "left")
-    return first, last
+    return min(first, last), max(first, last)
 
 
 def _answer_positions(golds, offsets, starts, example, context_span) -> np.ndarray:
