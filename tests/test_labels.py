@@ -318,7 +318,10 @@ def reference_label(offsets, answers) -> tuple[int, int]:
 @every_kind
 @pytest.mark.parametrize("split", ["validation", slow("train")])
 def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split):
+    """But for one gold answer of the training set, whose last syllable's last letter no token has where a normaliser
+    puts letters together: the script's label goes on to the next word."""
     examples = real_squad(split)
+    odd = set()
     tokenizer = KINDS[kind]([example.context for example in examples[:4000:8]])
     samples = built(examples, tokenizer, 200, 64)
     for row in range(len(samples)):
@@ -326,8 +329,12 @@ def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split):
         begin = samples.starts[row]
         offsets = samples.offsets[begin + first : begin + stop].tolist()
         wanted = reference_label(offsets, examples[samples.example[row]].answers)
-        found = samples.start_positions[row], samples.end_positions[row]
-        assert found == ((0, 0) if wanted[0] < 0 else (first + wanted[0], first + wanted[1]))
+        wanted = (0, 0) if wanted[0] < 0 else (first + wanted[0], first + wanted[1])
+        if (samples.start_positions[row], samples.end_positions[row]) != wanted:
+            (text, start), *_ = examples[samples.example[row]].answers
+            assert not any(begin < start + len(text) <= end for begin, end in offsets)
+            odd.add(examples[samples.example[row]].id)
+    assert len(odd) <= (kind in ("ModernBERT", "SentencePiece"))
 
 
 # Thousands of golds, put together at random.
