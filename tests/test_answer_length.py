@@ -72,11 +72,11 @@ def test_every_verb_that_decodes_takes_it(verb):
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(tmp_path_factory, one_thread):
     """A run on answers of 40 words at preset local, its folder, and what it said."""
     folder, said = tmp_path_factory.mktemp("lab"), []
     squad = squad_folder(folder / "squad", PARAGRAPH, LONG)
-    sizes = {"steps": 60, "epochs": None, "measure_from": 1, "checkpoint_every": 0}
+    sizes = {"steps": 40, "epochs": None, "measure_from": 1, "checkpoint_every": 0}
     spec = planned(
         "A1",
         "local",
@@ -85,6 +85,7 @@ def trained(tmp_path_factory):
         model="tiny",
         max_length=128,
         learning_rate=4e-3,
+        batch=8,
     )
     entry = fit(spec, folder / "runs", say=said.append)
     return SimpleNamespace(
