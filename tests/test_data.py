@@ -195,6 +195,7 @@ def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
         "; 2 answers are not the text at their answer_start: article 0 'Rivers', question 'once'"
         in said
     )
+    assert f"'south' at {start - 1}, and it is at {start} alone; " in said
     assert all(f"question '{entry['id']}'" in said for entry in bad) and "question 'q'" not in said
 
 

@@ -1,4 +1,4 @@
-"""What people's files and models have: numbers for ids, equal ids in two files, marks in front, capitals, long texts."""
+"""What people's files and models have: numbers for ids, equal ids in two files, a mark in front, capitals, length."""
 
 import json
 import logging

@@ -252,7 +252,10 @@ def _placed_answers(
     for text, start in golds:
         # A negative start would count from the end of the paragraph and could even match there.
         if not text or start < 0 or not context.startswith(text, start):
-            faults[MISPLACED].append(f"{place}: {text[:60]!r} at {start}")
+            only = context.find(text) if text else -1
+            once = only >= 0 and only == context.rfind(text)
+            hint = f", and it is at {only} alone" if once else ""
+            faults[MISPLACED].append(f"{place}: {text[:60]!r} at {start}{hint}")
     return tuple(golds)
 
 
