@@ -79,6 +79,12 @@ def answer(choice, question: str, context: str, max_answer_length: int | None = 
         raise UserError(without_paths(f"{choice.name} cannot be asked: {reason}")) from None
 
 
+def typed_number(text: str | None) -> object:
+    """The whole number that somebody typed, None where nothing was, else the text, which `answer` refuses."""
+    text = (text or "").strip()
+    return int(text) if text.isdecimal() and len(text) < 20 else text or None
+
+
 def _ask(folder: Path, question: str, context: str, max_answer_length: int | None = None) -> dict:
     from qa_lib.score.predict import ask
 
@@ -158,14 +164,14 @@ def _ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) ->
             gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models)
         )
     context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12)
-    question = gr.Textbox(question, label="Question")
-    longest = gr.Number(
-        max_answer_length,
-        label="Longest answer, in tokens",
-        placeholder="as the model was trained",
-        precision=0,
-        minimum=1,
-    )
+    with gr.Row():
+        question = gr.Textbox(question, label="Question", scale=4, min_width=200)
+        longest = gr.Textbox(  # gr.Number cannot be empty: it sends 0
+            str(max_answer_length or ""),
+            label="Longest answer",
+            placeholder="tokens",
+            min_width=110,
+        )
     button = gr.Button("Ask", variant="primary", elem_id="ask")
     with gr.Row():
         for label, *example in examples:  # gr.Examples would need a route of its own
@@ -176,7 +182,7 @@ def _ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) ->
         cards = [_card(), _card()]
 
     def asked(
-        first: str | None, second: str | None, context: str, question: str, longest: int | None
+        first: str | None, second: str | None, context: str, question: str, longest: str
     ) -> list:
         other = (
             _answered(models, second, context, question, longest)
@@ -235,11 +241,11 @@ def _card() -> list:
     return [column, answer, paragraph, slider, best, found]
 
 
-def _answered(models: Choices, key: str, context: str, question: str, longest: int | None) -> list:
+def _answered(models: Choices, key: str, context: str, question: str, longest: str) -> list:
     """What a card shows when the model called `key` has been asked; or what is wrong, in place of the answer."""
     choice = models.find(key)
     try:
-        found = answer(choice, question, context, longest)
+        found = answer(choice, question, context, typed_number(longest))
     except UserError as problem:
         told = gr.update(value=str(problem), label=choice.name if choice else "Model")
         return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
