@@ -20,8 +20,9 @@ import pandas as pd
 from starlette.applications import Starlette
 from tqdm import tqdm
 
-from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError, first_line
+from qa_lib.presets import whole_number
 from qa_lib.record import RecordError, read_record, regular, run_files
 from qa_lib.report.load import load_runs, newest, searches, select
 from qa_lib.report.readme import source
@@ -31,6 +32,7 @@ from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
 from qa_lib.serving import guards, listen, names, serve
 
+MAX_CONTEXT = 100_000  # characters of a paragraph, which a CPU reads in a minute or so
 MAX_QUESTION = 1_000  # characters
 WAITING = 256  # events that may wait; the next is told that the queue is full
 SESSIONS = 256  # pages whose state is kept
@@ -51,8 +53,8 @@ QUIET = {"show_progress": "hidden", "api_visibility": "private"}
 WORKER = ThreadPoolExecutor(1)
 
 
-def answer(choice, question: str, context: str) -> dict:
-    """What score.ask.ask gives, and the question's `context`. Raises UserError, which says what is wrong."""
+def answer(choice, question: str, context: str, max_answer_length: int | None = None) -> dict:
+    """What score.predict.ask gives, and the question's `context`. Raises UserError, which says what is wrong."""
     for name, text, most in (
         ("paragraph", context, MAX_CONTEXT),
         ("question", question, MAX_QUESTION),
@@ -63,10 +65,13 @@ def answer(choice, question: str, context: str) -> dict:
             raise UserError(f"The {name} is longer than {most:,} characters, the limit.")
         if re.search("[\ud800-\udfff]", text):
             raise UserError(f"The {name} holds half a character, which no tokenizer takes.")
+    if max_answer_length is not None:
+        max_answer_length = whole_number("The longest answer", max_answer_length, 1)
     if not choice:
         raise UserError("There is no such model, or no longer; load the page again.")
     try:
-        return WORKER.submit(_ask, choice.folder, question, context).result() | {"context": context}
+        asked = WORKER.submit(_ask, choice.folder, question, context, max_answer_length)
+        return asked.result() | {"context": context}
     except (UserError, OSError) as problem:
         reason = (
             str(problem).removeprefix(f"{choice.folder}: ").replace(str(choice.folder), choice.name)
@@ -74,10 +79,16 @@ def answer(choice, question: str, context: str) -> dict:
         raise UserError(without_paths(f"{choice.name} cannot be asked: {reason}")) from None
 
 
-def _ask(folder: Path, question: str, context: str) -> dict:
+def typed_number(text: str | None) -> object:
+    """The whole number that somebody typed, None where nothing was, else the text, which `answer` refuses."""
+    text = (text or "").strip()
+    return int(text) if text.isdecimal() and len(text) < 20 else text or None
+
+
+def _ask(folder: Path, question: str, context: str, max_answer_length: int | None = None) -> dict:
     from qa_lib.score.predict import ask
 
-    return ask(folder, question, context)
+    return ask(folder, question, context, max_answer_length)
 
 
 def decided(found: dict, threshold: float) -> tuple[str, str]:
@@ -121,8 +132,11 @@ def without_paths(text: str) -> str:
     return re.sub(r"(?<![\w/:.<])/(?:[\w.+@~-]+/)+([\w.+@~-]*)", r"…/\1", text)
 
 
-def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
-    """The page. Whatever comes from a record, a model or an asker is shown as text."""
+def build(
+    models: Choices, runs: Path, figures: Path, max_answer_length: int | None = None
+) -> gr.Blocks:
+    """The page. Whatever comes from a record, a model or an asker is shown as text. Answers have at most
+    `max_answer_length` tokens until the asker says otherwise, by default as each model's in training."""
     # Gradio counts events, and keeps and averages 10,000 of them, for a page that is switched off here.
     os.environ |= {
         "GRADIO_ANALYTICS_MAX_EVENTS": "1",
@@ -130,14 +144,14 @@ def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
     }
     with gr.Blocks(title="BERT on SQuAD v2", analytics_enabled=False) as demo:
         with gr.Tab("Ask"):
-            _ask_tab(demo, models)
+            _ask_tab(demo, models, max_answer_length)
         with gr.Tab("Dashboard"):
             _dashboard_tab(demo, runs, figures)
     demo.state_session_capacity = SESSIONS
     return demo.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
 
 
-def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
+def _ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) -> None:
     listed = models.listed()
     if not listed:
         gr.Markdown(
@@ -150,7 +164,14 @@ def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
             gr.Dropdown(min_width=280, interactive=True, **menu) for menu in _menus(models)
         )
     context = gr.Textbox(context, label="Paragraph", lines=4, max_lines=12)
-    question = gr.Textbox(question, label="Question")
+    with gr.Row():
+        question = gr.Textbox(question, label="Question", scale=4, min_width=200)
+        longest = gr.Textbox(  # gr.Number cannot be empty: it sends 0
+            str(max_answer_length or ""),
+            label="Longest answer",
+            placeholder="tokens",
+            min_width=110,
+        )
     button = gr.Button("Ask", variant="primary", elem_id="ask")
     with gr.Row():
         for label, *example in examples:  # gr.Examples would need a route of its own
@@ -160,13 +181,15 @@ def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
     with gr.Row():
         cards = [_card(), _card()]
 
-    def asked(first: str | None, second: str | None, context: str, question: str) -> list:
+    def asked(
+        first: str | None, second: str | None, context: str, question: str, longest: str
+    ) -> list:
         other = (
-            _answered(models, second, context, question)
+            _answered(models, second, context, question, longest)
             if second
             else [gr.update(visible=False)] * 5 + [None]
         )
-        return [*_answered(models, first or "", context, question), *other]
+        return [*_answered(models, first or "", context, question, longest), *other]
 
     demo.load(
         lambda: [gr.update(choices=menu["choices"]) for menu in _menus(models)],
@@ -175,7 +198,7 @@ def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
         **QUIET,
     )
     gr.on(
-        [button.click, question.submit], asked, [first, second, context, question], [*cards[0], *cards[1]],
+        [button.click, question.submit], asked, [first, second, context, question, longest], [*cards[0], *cards[1]],
         show_progress_on=question, api_visibility="private",
     )  # fmt: skip
 
@@ -218,11 +241,11 @@ def _card() -> list:
     return [column, answer, paragraph, slider, best, found]
 
 
-def _answered(models: Choices, key: str, context: str, question: str) -> list:
+def _answered(models: Choices, key: str, context: str, question: str, longest: str) -> list:
     """What a card shows when the model called `key` has been asked; or what is wrong, in place of the answer."""
     choice = models.find(key)
     try:
-        found = answer(choice, question, context)
+        found = answer(choice, question, context, typed_number(longest))
     except UserError as problem:
         told = gr.update(value=str(problem), label=choice.name if choice else "Model")
         return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
@@ -351,7 +374,7 @@ def main(args: argparse.Namespace) -> int:
     models = Choices(named(args.model), args.runs)
     listener = listen(args.host, args.port)
     address, port = listener.getsockname()[:2]
-    demo = build(models, args.runs, args.figures)
+    demo = build(models, args.runs, args.figures, args.max_answer_length)
     hosts = names(args.host, address)
     parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
     gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)

@@ -178,5 +178,13 @@ def own_of(args: argparse.Namespace) -> dict:
     """What of its preset a run has otherwise, as `plan` takes it."""
     return {
         name: getattr(args, name)
-        for name in ("world", "stages", "batch", "epochs", "learning_rate", "max_length")
+        for name in (
+            "world",
+            "stages",
+            "batch",
+            "epochs",
+            "learning_rate",
+            "max_length",
+            "max_answer_length",
+        )
     }

@@ -8,6 +8,9 @@ from typing import get_type_hints
 from qa_lib.variants import SpecError, find, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
+ANSWER_TOKENS = (
+    30  # that an answer may have where nothing else is said, as in run_qa of transformers
+)
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
@@ -41,6 +44,8 @@ class Preset:
     data: str = "squad_v2"  # synthetic:N | a hub name | "" where --data must name a file or folder
     max_length: int = 384  # tokens of a sample, at most
     stride: int = 128  # tokens that neighbouring samples of a paragraph share
+    # Tokens of an answer, at most; None: as many as the training answers need (data/windows.py, answer_limit).
+    max_answer_length: int | None = ANSWER_TOKENS
     effective_batch: int | None = (
         32  # samples per optimizer step; None: one micro-batch, however large
     )
@@ -111,6 +116,7 @@ def sized(
     learning_rate: float | None = None,
     max_length: int | None = None,
     batch: int | None = None,
+    max_answer_length: int | None = None,
 ) -> Preset:
     """The preset with these in place of its own, unless they are 0 or None; `batch` is in samples of an optimizer step.
     Raises SpecError for numbers that cannot be, and for windows that do not make up the tokens of a step."""
@@ -122,6 +128,12 @@ def sized(
         changes |= {"max_length": max_length, "stride": stride_of(max_length, preset.stride)}
     if batch:
         changes |= {"effective_batch": batch, "batch_tokens": None}
+    if max_answer_length:
+        if preset.task != "qa":
+            raise SpecError(
+                f"preset {preset.name!r} gives no answers, whose length could be bounded"
+            )
+        changes["max_answer_length"] = max_answer_length
     found = dataclasses.replace(preset, **changes)
     length, tokens = found.max_length, found.batch_tokens
     if not 0 < found.stride < length <= (tokens or length):

@@ -11,15 +11,31 @@ def overflow(tokenizer, questions: list[str], contexts: list[str], max_length: i
     )
 
 
-def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
-    """Start and end label of one window whose context tokens are first..last, by the reference recipe's search.
+def plain_span(offsets, answers) -> tuple[int, int] | None:
+    """First character of the first gold answer that one of these tokens of the paragraph has, and one past the last;
+    blanks at its edges do not count. None where there is no such character."""
+    if not answers:
+        return None
+    text, start = answers[0]
+    while text[:1].isspace():
+        text, start = text[1:], start + 1
+    while text[-1:].isspace():
+        text = text[:-1]
+    held = {place for begin, end in offsets for place in range(begin, end)}
+    inside = [place for place, _ in enumerate(text, start) if place in held]
+    return (inside[0], inside[-1] + 1) if inside else None
 
-    The one difference: the search for the start stops at the window's last context token.
+
+def plain_positions(offsets, first: int, last: int, span) -> tuple[int, int]:
+    """Start and end label of one window whose context tokens are first..last, by the reference recipe's search for the
+    characters that plain_span gives.
+
+    Two things differ: the search for the start stops at the window's last context token, and a character of several
+    tokens has them all where it is the whole answer.
     """
-    if not answers or last < first:
+    if not span or last < first:
         return 0, 0
-    text, begin = answers[0]
-    finish = begin + len(text)
+    begin, finish = span
     if not (offsets[first][0] <= begin and offsets[last][1] >= finish):
         return 0, 0
     start, end = first, last
@@ -27,7 +43,20 @@ def plain_positions(offsets, first: int, last: int, answers) -> tuple[int, int]:
         start += 1
     while end - 1 >= first and offsets[end - 1][1] >= finish:
         end -= 1
-    return start, end
+    return min(start, end), max(start, end)
+
+
+def plain_text(context: str, begin: int, end: int, held: set[int]) -> str:
+    """The text of tokens from character `begin` to `end`, with the characters beside it that are none of `held`, those
+    that tokens have: after it up to the next token or blank, and before it where only a blank or nothing is before."""
+    while end < len(context) and end not in held and not context[end].isspace():
+        end += 1
+    before = begin
+    while before > 0 and before - 1 not in held and not context[before - 1].isspace():
+        before -= 1
+    if before == 0 or context[before - 1].isspace():
+        begin = before
+    return context[begin:end]
 
 
 def plain_answers(
@@ -49,7 +78,11 @@ def plain_answers(
     spans = features.context.tolist()
     predictions, odds, lists = {}, {}, {}
     for number, example in enumerate(examples):
-        null, found = None, []
+        null, found, held = None, [], set()
+        for i in windows[number]:
+            first, stop = (place + int(features.starts[i]) for place in spans[i])
+            for place in features.offsets[first:stop].tolist():
+                held.update(range(*place))
         for i in windows[number]:
             first, stop = spans[i]
             offsets = features.offsets[features.starts[i] : features.starts[i + 1]].tolist()
@@ -68,7 +101,8 @@ def plain_answers(
                         continue
                     if e < s or e - s + 1 > max_answer_length:
                         continue
-                    text = example.context[offsets[s][0] : offsets[e][1]]
+                    place = offsets[s][0], offsets[e][1]
+                    text = plain_text(example.context, *place, held) if place[0] < place[1] else ""
                     span = {
                         "score": start[s] + end[e],
                         "text": text,

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 
 from qa_lib import serving
 from qa_lib.__main__ import main
-from qa_lib.app import Choices, answer, app, dashboard, decided, running
-from qa_lib.data.squad import MAX_CONTEXT, open_source
+from qa_lib.app import MAX_CONTEXT, Choices, answer, app, dashboard, decided, running
+from qa_lib.data.squad import open_source
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.record import new_record
 from qa_lib.run.plan import plan
@@ -107,13 +107,13 @@ class Server:
             event for event in self.config["dependencies"] if [button, "click"] in event["targets"]
         )
 
-    def question(self, model, question, context, other=""):
+    def question(self, model, question, context, other="", longest=""):
         """The body that asks, as the page sends it."""
         session = os.urandom(5).hex()
         return {
             "fn_index": self.ask["id"],
             "session_hash": session,
-            "data": [model, other, context, question],
+            "data": [model, other, context, question, longest],
         }
 
     def __call__(self, *question):
@@ -220,6 +220,18 @@ def test_every_paragraph_within_the_limit_is_answered(server, runs):
     asked = json.dumps(server.question(key_of(runs), "who ?", "\U0001f600" * MAX_CONTEXT))
     assert asked.isascii() and 12 * MAX_CONTEXT < len(asked) <= serving.MAX_BODY
     assert server(key_of(runs), "who ?", "😀 " * (MAX_CONTEXT // 2))[0]["windows"] > 1
+
+
+def test_an_answer_is_as_long_as_the_page_says(server, runs):
+    context = "then alice baker came . bob cook came"
+    most = {}
+    for longest in ("", " 1 "):
+        body = server(key_of(runs), "who came ?", context, "", longest)[0]
+        most[longest] = max(len(entry["text"].split()) for entry in body["nbest"])
+    assert most[" 1 "] == 1 < most[""]
+    for wrong in ("0", "-1", "1.5", "x", "9" * 12, "9" * 30, 0.5):
+        found, (_, said, *_) = server(key_of(runs), "who came ?", context, "", wrong)
+        assert found is None and said["value"].startswith("The longest answer is ")
 
 
 def test_models_are_called_by_run_and_never_by_path(server, runs, tmp_path):

@@ -95,7 +95,7 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
     for name, odd in (("poor", row), ("odd", row | {"answers": "d"})):
         datasets.Dataset.from_list([odd]).save_to_disk(tmp_path / name)
         refused(
-            rf"{name}: article .*not the SQuAD layout, no object under .answers",
+            rf"{name}: 1 questions have no gold answers .*: article .*, question 'a': no list under .answers",
             examples_of,
             tmp_path / name,
         )
@@ -154,10 +154,6 @@ BAD = {
     for name, (entry, said) in cases("bad entries").items()
 }
 BAD |= cases("bad files")
-BAD["1 MB paragraph"] = (
-    document(("word " * 200_000, [question("q1", "x")])),
-    "a paragraph of 1,000,000 characters",
-)
 
 
 @pytest.mark.parametrize("name", BAD)
@@ -183,18 +179,97 @@ def test_broken_json(tmp_path):
         refused(r"data\.json: not JSON", examples_of, file)
 
 
-def test_misplaced_answers_are_counted_listed_and_repaired_where_they_occur_once(tmp_path, caplog):
+def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
     start = CONTEXT.index("south")
-    once = question("once", "x", ("south", start - 1), GOLD)
-    twice, never = question("twice", "x", ("flows", 2)), question("never", "x", ("west", 4))
-    file = write(tmp_path / "data.json", document((CONTEXT, [once, twice, never])))
-    said = refused("3 answers", examples_of, file)
-    assert "1 occur exactly once: `score --fix-spans` takes them there, training does not" in said
-    assert all(f"question '{key}'" in said for key in ("once", "twice", "never"))
-    said = refused("2 answers", examples_of, file, fix_spans=True)
-    assert "'once'" not in said and "--fix-spans" not in said
-    (example,) = examples_of(write(file, document((CONTEXT, [once]))), fix_spans=True)
-    assert example.answers == (("south", start), GOLD) and "moved 1 answers" in caplog.text
+    bad = [question("once", "x", ("south", start - 1), GOLD), question("never", "x", ("west", 4))]
+    bad += [question("flag", "x", GOLD, is_impossible=True)]
+    bad += [question("place", "x", ("north", "17")), question("null", "x", answers=None)]
+    file = write(tmp_path / "data.json", document((CONTEXT, [question("q", "x", GOLD), *bad])))
+    said = refused(
+        "^.*data.json: 2 questions have no gold answers in the SQuAD layout: ", examples_of, file
+    )
+    assert (
+        "; 1 questions contradict their is_impossible: article 0 'Rivers', question 'flag'" in said
+    )
+    assert (
+        "; 2 answers are not the text at their answer_start: article 0 'Rivers', question 'once'"
+        in said
+    )
+    assert f"'south' at {start - 1}, and it is at {start} alone; " in said
+    assert all(f"question '{entry['id']}'" in said for entry in bad) and "question 'q'" not in said
+
+
+def test_unlabelled_files_are_refused_by_training_with_how_many_they_are(tmp_path):
+    entries = [{"id": f"q{i}", "question": "x"} for i in range(30)]
+    file = write(tmp_path / "data.json", document((CONTEXT, entries)))
+    refused("30 questions have no gold answers .*; and 10 more$", examples_of, file)
+    assert len(examples_of(file, labelled=False)) == 30
+
+
+@pytest.mark.parametrize("key", [0, 262, -3, 10**30])
+def test_a_whole_number_is_an_id_by_its_digits(tmp_path, key):
+    file = write(tmp_path / "data.json", document((CONTEXT, [question(key, "x", GOLD)])))
+    source = open_source(file, "train")
+    assert [e.id for e in (*source.examples, *source.golds)] == [str(key)] * 2
+
+
+def test_a_whole_number_and_its_digits_are_one_id(tmp_path):
+    entries = [question(7, "x", GOLD), question("7", "y", GOLD)]
+    refused("the same id", examples_of, write(tmp_path / "data.json", document((CONTEXT, entries))))
+
+
+@pytest.mark.parametrize("title", [None, 3, ["a"], "\ud83d"])
+def test_a_title_is_never_needed(tmp_path, title):
+    entries = [question("q", "x", GOLD)]
+    file = write(tmp_path / "data.json", document((CONTEXT, entries), title=title))
+    assert [e.answers for e in examples_of(file)] == [(GOLD,)]
+
+
+@pytest.mark.parametrize("flag", [{}, {"is_impossible": None}])
+def test_a_flag_that_is_null_or_not_there_leaves_it_to_the_answers(tmp_path, flag):
+    golds = [{"text": GOLD[0], "answer_start": GOLD[1]}]
+    entries = [{"id": "q", "question": "x", "answers": golds} | flag]
+    file = write(tmp_path / "data.json", document((CONTEXT, entries)))
+    assert examples_of(file)[0].answers == (GOLD,)
+    entries[0]["answers"] = []
+    refused("question 'q': 0 answers", examples_of, write(file, document((CONTEXT, entries))))
+
+
+def test_a_paragraph_may_be_of_any_length(tmp_path):
+    text = "word " * 200_000 + "north"
+    file = write(
+        tmp_path / "data.json", document((text, [question("q", "x", ("north", 1_000_000))]))
+    )
+    assert len(examples_of(file)[0].context) == 1_000_005
+
+
+COLUMNS = {"id": ["a", "b"], "context": [CONTEXT] * 2, "question": ["where?", "why?"]}
+UNLABELLED = {
+    "no column": {},
+    "null": {"answers": [None, None]},
+    "null columns": {"answers": [{"text": None, "answer_start": None}] * 2},
+    "null texts": {"answers": [{"text": [None], "answer_start": [None]}] * 2},
+    "empty": {"answers": [{"text": [], "answer_start": []}] * 2},
+    "numbers": {"id": [1, 2]},
+    "null titles": {"title": [None, None]},
+}
+
+
+@pytest.mark.parametrize("name", UNLABELLED)
+def test_a_data_set_without_answers_is_read_where_none_are_needed(tmp_path, name):
+    columns = COLUMNS | UNLABELLED[name]
+    datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
+    found = examples_of(tmp_path / "saved", "validation", labelled=False)
+    assert [e.question for e in found] == COLUMNS["question"]
+    assert [e.id for e in found] == [*map(str, columns["id"])] and not any(e.answers for e in found)
+    if name != "empty":
+        refused("2 questions have no gold answers", examples_of, tmp_path / "saved")
+
+
+def test_answers_of_a_data_set_may_be_a_list_of_rows(tmp_path):
+    rows = [[{"text": GOLD[0], "answer_start": GOLD[1]}], []]
+    datasets.Dataset.from_dict(COLUMNS | {"answers": rows}).save_to_disk(tmp_path / "saved")
+    assert [e.answers for e in examples_of(tmp_path / "saved")] == [(GOLD,), ()]
 
 
 def test_many_misplaced_answers_stay_one_readable_line(tmp_path):

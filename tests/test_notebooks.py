@@ -489,7 +489,8 @@ KINDS = [
 @pytest.mark.parametrize(("kind", "absent"), KINDS)
 def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, absent):
     for split in ("train", "validation"):
-        write(tmp_path / f"{split}.json", document(("Rhine and Alps", entries(split, kind))))
+        text = f"Rhine and Alps {split}"
+        write(tmp_path / f"{split}.json", document((text, entries(split, kind))))
     monkeypatch.chdir(ROOT)
     run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
     scores = names()["scores"]

@@ -11,6 +11,7 @@ import pytest
 from qa_lib.cli import parser_of
 from qa_lib.data.squad import Example
 from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
+from tests.conftest import slow
 from tests.material import document, hub_row, python, question, real_squad, refused, write
 
 
@@ -224,8 +225,8 @@ WRONG = {": not an object": '["q1"]', ": not JSON": '{"q1": '}
 WRONG[
     " for .*data.json: no prediction for 1 of 2 questions, .*: article 'Rivers', question 'q2'"
 ] = '{"q1": ""}'
-WRONG[" for .*data.json: a prediction for 1 questions that .*: 'q3'"] = (
-    '{"q1": "", "q2": "", "q3": ""}'
+WRONG[" for .*data.json: article 'Rivers', question 'q1': None is no prediction"] = (
+    '{"q1": null, "q2": ""}'
 )
 
 
@@ -241,14 +242,99 @@ def test_command_line_errors_name_the_file(files):
         refused(rf"predictions\.json{said}", run, files.data, files.predictions)
 
 
-def test_misplaced_golds_can_be_scored_after_the_fix(files, capsys):
-    write(
-        files.data,
-        document(("The Rhine flows", [question("q1", "x", ("Rhine", 0)), question("q2", "y")])),
-    )
-    refused("--fix-spans", run, files.data, files.predictions)
-    assert run(files.data, files.predictions, "--fix-spans") == 0
-    assert json.loads(capsys.readouterr().out)["HasAns_exact"] == 100.0
+# The official script (evaluate-v2.0.py), step by step, over the data's JSON: what it looks at, and in which order.
+
+
+def official_figures(data: dict, texts: dict, odds: dict | None, threshold: float) -> dict:
+    has_answer, exact, overlap = {}, {}, {}
+    for article in data["data"]:
+        for paragraph in article["paragraphs"]:
+            for entry in paragraph["qas"]:
+                key = str(entry["id"])  # a number as JSON's keys spell it
+                has_answer[key] = bool(entry["answers"])
+                golds = [a["text"] for a in entry["answers"] if official_normal(a["text"])] or [""]
+                said = texts[key]
+                exact[key] = max(int(official_normal(g) == official_normal(said)) for g in golds)
+                overlap[key] = max(official_f1(gold, said) for gold in golds)
+    silent = {key for key in exact if odds and odds[key] > threshold}
+    figures = {}
+    answered = [key for key, has in has_answer.items() if has]
+    silence = [key for key, has in has_answer.items() if not has]
+    for prefix, keys in (("", [*exact]), ("HasAns_", answered), ("NoAns_", silence)):
+        if not keys:
+            continue
+        for name, values in (("exact", exact), ("f1", overlap)):
+            final = [float(not has_answer[k]) if k in silent else values[k] for k in keys]
+            figures[f"{prefix}{name}"] = 100.0 * sum(final) / len(keys)
+        figures[f"{prefix}total"] = len(keys)
+    for name, values in (("exact", exact), ("f1", overlap)) if odds else ():
+        best = current = len(silence)
+        best_threshold = 0.0
+        for key in sorted(odds, key=odds.get):
+            if key not in values:
+                continue
+            current += values[key] if has_answer[key] else -1 if texts[key] else 0
+            if current > best:
+                best, best_threshold = current, odds[key]
+        figures[f"best_{name}"] = 100.0 * best / len(values)
+        figures[f"best_{name}_thresh"] = best_threshold
+    return figures
+
+
+def odd_files(seed: int) -> tuple[dict, dict, dict]:
+    """A data file as people have them, with predictions and odds: flags that contradict, places that are wrong, null or
+    text, titles of any kind, empty texts, ids that are numbers or come twice, and predictions for further questions."""
+    draw = random.Random(seed)
+    examples, texts, odds = fuzzed(seed)
+    entries = []
+    for number, example in enumerate(examples):
+        answers = []
+        for text, start in example.answers:
+            answer = {"text": text, "answer_start": draw.choice([start, -1, 10**9, None, "0"])}
+            answers.append(draw.choice([answer, {"text": text}, answer | {"answer_id": 3}]))
+        entry = {"id": draw.choice([example.id, number]), "question": draw.choice(["x", None, 3])}
+        entry |= draw.choice([{}, {"is_impossible": draw.choice([True, False, None, "no"])}])
+        entries.append(entry | {"answers": answers})
+    if draw.random() < 0.3:
+        entries.append(draw.choice(entries) | {"answers": [{"text": "north"}]})
+    for further in range(draw.randint(0, 3)):
+        texts[f"further {further}"] = draw.choice(["north", ""])
+        odds[f"further {further}"] = draw.choice([-100.0, 0.0, 100.0])
+    title = draw.choice([{}, {"title": None}, {"title": 3}, {"title": "Rivers"}])
+    paragraph = draw.choice([{"context": None}, {}, {"context": "The Rhine"}])
+    cut = draw.randint(0, len(entries))
+    parts = [paragraph | {"qas": part} for part in (entries[:cut], entries[cut:])]
+    return {"data": [title | {"paragraphs": parts}]}, texts, odds
+
+
+@pytest.mark.parametrize("count", [150, slow(3000)])
+def test_odd_files_have_the_figures_of_the_official_script_to_the_last_digit(
+    tmp_path, capsys, count
+):
+    data, predictions, odds = (tmp_path / f"{name}.json" for name in ("data", "texts", "odds"))
+    for seed in range(count):
+        contents = odd_files(seed)
+        for path, content in zip((data, predictions, odds), contents, strict=True):
+            write(path, content)
+        threshold = random.Random(seed).choice([-1.0, 0.0, 0.5, 5.0])
+        run(data, predictions, "--na-prob", odds, "--na-threshold", threshold)
+        assert json.loads(capsys.readouterr().out) == official_figures(*contents, threshold), seed
+        run(data, predictions)
+        found = json.loads(capsys.readouterr().out)
+        assert found == official_figures(*contents[:2], None, 1.0), seed
+
+
+@pytest.mark.parametrize("answers", [None, 3, [{"text": None}], [{}], "x"])
+def test_golds_by_which_nobody_can_score_are_one_line(files, answers):
+    write(files.data, document(("The Rhine", [question("q1", "x", answers=answers)])))
+    refused("article 0 'Rivers', question 'q1': not the SQuAD layout", run, files.data, files.odds)
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(files, capsys):
+    for path in (files.data, files.predictions):
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert run(files.data, files.predictions) == 0
+    assert json.loads(capsys.readouterr().out)["exact"] == 50.0
 
 
 def test_metric_needs_no_network():

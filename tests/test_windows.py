@@ -22,7 +22,7 @@ from tests.material import (
     trained_tokenizer,
     write,
 )
-from tests.plain import overflow, plain_positions
+from tests.plain import overflow, plain_positions, plain_span
 from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
 TEXT = "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; "
@@ -33,7 +33,7 @@ TEXT += "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   fro
 class Given:
     """A source of ready examples."""
 
-    name, split, fix_spans, sha256 = "given.json", "train", False, "0"
+    name, split, labelled, sha256 = "given.json", "train", True, "0"
 
     def __init__(self, examples):
         self.examples = examples
@@ -70,13 +70,17 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
         assert np.array_equal(types, np.concatenate(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
+    of_context = {number: [] for number in range(len(examples))}
+    for i, number in enumerate(samples.example.tolist()):
+        first, stop = samples.context[i]
+        of_context[number] += places[i][first:stop]
     for i, (first, stop) in enumerate(samples.context.tolist()):
         assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(
             range(first, stop)
         )
-        positions = plain_positions(
-            places[i], first, stop - 1, examples[samples.example[i]].answers
-        )
+        number = samples.example[i]
+        span = plain_span(of_context[number], examples[number].answers)
+        positions = plain_positions(places[i], first, stop - 1, span)
         assert (samples.start_positions[i], samples.end_positions[i]) == positions
     return samples
 
@@ -364,7 +368,7 @@ def test_an_entry_for_each_thing_that_matters(cached, file):
     build, store = cached
     cased = trained_tokenizer([TEXT] * 3, 300)
     cased.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False)
-    other = {"fix_spans": True}, {"max_length": 65}, {"stride": 17}, {"tokenizer": cased}
+    other = {"labelled": False}, {"max_length": 65}, {"stride": 17}, {"tokenizer": cased}
     for more in ({}, *other, {"tokenizer": trained_tokenizer([TEXT] * 3, 290)}):
         build(**more)
     file.write_text(file.read_text().replace("where", "which"))

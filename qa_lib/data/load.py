@@ -1,7 +1,7 @@
 """A run's data from its spec: tokenizer, sources, samples, micro-batches."""
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import transformers.utils
@@ -11,9 +11,9 @@ from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Samples, build_samples
+from qa_lib.data.windows import Samples, answer_limit, build_samples, gold_notes
 from qa_lib.errors import UserError
-from qa_lib.presets import find_shape
+from qa_lib.presets import ANSWER_TOKENS, find_shape
 from qa_lib.spec import Spec
 
 # For one way of generating text, and for finding objects in pictures, transformers imports scikit-learn and SciPy: two
@@ -26,7 +26,7 @@ class Data:
     """A run's two sources, the samples to train on and what is scored, what loading them took in seconds, and how much
     there is to train on (`n` questions, or words) and to score (`n_eval` questions, or tokens). A language model's
     samples are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
-    quality."""
+    quality. `notes` are sentences for the run's output."""
 
     tokenizer: object  # of transformers
     source: Source
@@ -36,6 +36,8 @@ class Data:
     load_s: float
     n: int
     n_eval: int | None
+    max_answer_length: int | None = None  # tokens of an answer, at most; None for a text
+    notes: list[str] = field(default_factory=list)
 
 
 def load_data(spec: Spec) -> Data:
@@ -47,7 +49,7 @@ def load_data(spec: Spec) -> Data:
     validation = open_source(spec.data_source, "validation") if spec.preset.quality else None
     samples = build_samples(source, tokenizer, *limits)
     held_out = build_samples(validation, tokenizer, *limits) if validation else None
-    if held_out and held_out.examples_sha256 == samples.examples_sha256:
+    if held_out and held_out.content_sha256 == samples.content_sha256:
         raise UserError(
             f"{validation.name}: has the questions of {source.name}, by which it would be scored"
         )
@@ -61,9 +63,29 @@ def load_data(spec: Spec) -> Data:
             raise UserError(
                 f"{validation.name}: question {silent[0]} has no answer; in preset answerable all have one"
             )
+    limit = spec.preset.max_answer_length
+    notes = []
+    if limit is None:
+        limit = answer_limit(samples, ANSWER_TOKENS)
+        notes.append(
+            f"answers may have {limit} tokens: as the training answers need, and at least {ANSWER_TOKENS}; "
+            "--max-answer-length sets it"
+        )
+    for part, windows in ((source, samples), (validation, held_out)):
+        if windows:
+            notes += gold_notes(windows, part.name, limit)
     seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
     return Data(
-        tokenizer, source, samples, validation, held_out, seconds, samples.n_examples, n_eval
+        tokenizer,
+        source,
+        samples,
+        validation,
+        held_out,
+        seconds,
+        samples.n_examples,
+        n_eval,
+        limit,
+        notes,
     )
 
 

@@ -5,7 +5,6 @@ Everything downstream sees a list of `Example` and nothing else, so each format 
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -17,12 +16,7 @@ from pathlib import Path
 from qa_lib.data.synthetic import synthetic_squad
 from qa_lib.errors import UserError, first_line
 
-log = logging.getLogger(__name__)
-
-# The longest paragraph of SQuAD has about 4,000 characters. One of 100,000 is a file that was never cut into
-# paragraphs: each of its questions would become hundreds of windows, so it is refused instead of crawled through.
-MAX_CONTEXT = 100_000
-# Of many bad answers a message shows this many; the count in front of them is always the full one.
+# A message lists this many bad questions of a kind; the count in front of them is always the full one.
 MAX_LISTED = 20
 OFFICIAL_NAMES = {
     "train": ("train.json", "train-v2.0.json"),
@@ -67,14 +61,12 @@ class Source:
 
     `name` is what the user asked for (a path, as given). `digest` computes the hash of the content as stored (hex),
     without parsing it. `rows` reads from the start: questions as `build_examples` takes them, or lines of text. Both
-    raise DataError. With `fix_spans` a gold answer is moved to its text's only occurrence where it is not at its place;
-    without `labelled` gold answers are left out, and need be neither there nor right.
+    raise DataError. Without `labelled` gold answers are left out, and need be neither there nor right.
     """
 
     name: str
     digest: Callable[[], str]
     rows: Callable[[], Iterable]
-    fix_spans: bool = False
     labelled: bool = True
 
     @cached_property
@@ -93,12 +85,16 @@ class Source:
 
     @cached_property
     def examples(self) -> list[Example]:
-        return build_examples(self.read(), self.name, self.fix_spans, self.labelled)
+        """The questions to train on or to answer, each with its paragraph."""
+        return build_examples(self.read(), self.name, self.labelled)
+
+    @cached_property
+    def golds(self) -> list[Example]:
+        """The questions to score by, without their paragraphs."""
+        return build_golds(self.read(), self.name)
 
 
-def open_source(
-    source: str | os.PathLike, split: str, fix_spans: bool = False, labelled: bool = True
-) -> Source:
+def open_source(source: str | os.PathLike, split: str, labelled: bool = True) -> Source:
     """Find the data set `source`; nothing is parsed yet.
 
     `source` is one of
@@ -107,7 +103,7 @@ def open_source(
       - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
       - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict holding the split),
       - a name on the Hugging Face hub, such as "squad_v2".
-    `fix_spans` and `labelled` are those of Source.
+    `labelled` is that of Source.
     Raises `DataError` if there is no such data set, and on first use of the result if its content is bad.
     """
     name = os.fspath(source)
@@ -127,7 +123,7 @@ def open_source(
         content = digest, lambda: flat_rows(table(), name)
     else:
         raise DataError(f"{name!r}: no such file or folder")
-    return Source(name, *content, fix_spans, labelled)
+    return Source(name, *content, labelled)
 
 
 def find_file(name: str, names: Iterable[str]) -> Path | None:
@@ -141,59 +137,73 @@ def is_hub_name(name: str) -> bool:
     return re.fullmatch(r"[\w-][\w.-]{0,95}(/[\w.-]{1,95})?(:[\w.-]+)?", name) is not None
 
 
-def build_examples(
-    rows: Iterable[tuple], name: str, fix_spans: bool, labelled: bool
-) -> list[Example]:
+# What can be wrong with the gold answers of a question, as headings over the questions that are listed.
+LAYOUT = "questions have no gold answers in the SQuAD layout"
+CONTRADICTION = "questions contradict their is_impossible"
+MISPLACED = "answers are not the text at their answer_start"
+
+
+def build_examples(rows: Iterable[tuple], name: str, labelled: bool) -> list[Example]:
     """Check raw questions and turn them into examples; `name` is the file named in errors.
 
     `rows` yields (article, title, paragraph, question), the last two as in the official layout; `article` names the
-    place in errors. Raises `DataError` at the first bad question, except for misplaced answers, which are collected
-    over the whole data set so that the message can count and list them.
+    place in errors. Raises `DataError` at the first question that nobody could read; what is wrong with gold answers,
+    which training alone needs, is collected over the whole data set so that the message can count and list it.
     """
-    examples, seen, misplaced, repaired = [], {}, [], 0
+    examples: list[Example] = []
+    article_of: dict[str, str] = {}
+    faults: dict[str, list[str]] = {LAYOUT: [], CONTRADICTION: [], MISPLACED: []}
     for article, title, paragraph, entry in rows:
-        context = _held(paragraph, "context", str, article)
-        if len(context) > MAX_CONTEXT:
-            raise DataError(
-                f"{article}: a paragraph of {len(context):,} characters; the limit is {MAX_CONTEXT:,}"
-            )
-        key = _held(entry, "id", str, article)
+        context = _text(paragraph, "context", article)
+        key = _id(entry, article)
         place = f"{article}, question {key!r}"
-        if key in seen:
-            raise DataError(f"{place}: the same id as a question of {seen[key]}")
-        seen[key] = article
-        question = _held(entry, "question", str, place)
-        answers = []
-        for text, start in _answers(entry, place) if labelled else ():
-            # A negative start would count from the end of the paragraph and could even match there.
-            if not text or start < 0 or not context.startswith(text, start):
-                once = bool(text) and context.find(text) == context.rfind(text) >= 0
-                if not (fix_spans and once):
-                    misplaced.append(
-                        (f"{place.removeprefix(f'{name}: ')}: {text[:60]!r} at {start}", once)
-                    )
-                    continue
-                start = context.find(text)
-                repaired += 1
-            answers.append((text, start))
-        examples.append(Example(key, title, question, context, tuple(answers)))
-    if misplaced:
-        raise DataError(_misplaced_message(misplaced, name))
+        if key in article_of:
+            raise DataError(f"{place}: the same id as a question of {article_of[key]}")
+        article_of[key] = article
+        question = _text(entry, "question", place)
+        answers = ()
+        if labelled:
+            listed = place.removeprefix(f"{name}: ")
+            answers = _placed_answers(entry, context, listed, faults)
+        examples.append(Example(key, title, question, context, answers))
+    if any(faults.values()):
+        raise DataError(f"{name}: {_counted(faults)}")
     if not examples:
         raise DataError(f"{name}: an empty data set, not one question in it")
-    if repaired:
-        log.warning(
-            "%s: moved %d answers to the only place where their text occurs", name, repaired
-        )
     return examples
 
 
+def build_golds(rows: Iterable[tuple], name: str) -> list[Example]:
+    """The ids and gold answers' texts of raw questions, without paragraphs, questions and places: what the official
+    script reads, and what it takes for the same. It looks at no flag, a question has an answer where its list of
+    answers is not empty, and of two questions with one id the last counts.
+
+    `rows` is that of build_examples. Raises `DataError` where the official script would end in an exception.
+    """
+    golds: dict[str, Example] = {}
+    for article, title, _, entry in rows:
+        key = _id(entry, article)
+        place = f"{article}, question {key!r}"
+        answers = _held(entry, "answers", list, place)
+        texts = tuple((_held(answer, "text", str, place), 0) for answer in answers)
+        golds[key] = Example(key, title, "", "", texts)
+    if not golds:
+        raise DataError(f"{name}: an empty data set, not one question in it")
+    return list(golds.values())
+
+
 def _held(holder: object, key: str, kind: type, place: str, default: object = None):
-    """`holder[key]`, or the default. Raises DataError unless it is of that kind, and for half a character."""
+    """`holder[key]`, or the default. Raises DataError unless it is of that kind."""
     value = holder.get(key, default) if isinstance(holder, dict) else None
     if type(value) is not kind:
         raise DataError(f"{place}: not the SQuAD layout, no {KINDS[kind]} under {key!r}")
-    if kind is str and not value.isascii():
+    return value
+
+
+def _text(holder: object, key: str, place: str) -> str:
+    """The text `holder[key]`. Raises DataError unless it is one, and for half a character."""
+    value = _held(holder, key, str, place)
+    if not value.isascii():
         try:
             value.encode()
         except (
@@ -203,29 +213,61 @@ def _held(holder: object, key: str, kind: type, place: str, default: object = No
     return value
 
 
-def _answers(entry: dict, place: str) -> Iterator[tuple[str, int]]:
-    """The (text, start) pairs of one entry, which must agree with its is_impossible."""
-    answers, impossible = (
-        _held(entry, "answers", list, place),
-        _held(entry, "is_impossible", bool, place, False),
-    )
+def _id(entry: object, article: str) -> str:
+    """The id of a question: a text, or the digits of a whole number, which is how JSON's keys spell it. Raises
+    DataError."""
+    value = entry.get("id") if isinstance(entry, dict) else None
+    if type(value) is int:
+        return str(value)
+    return _text(entry, "id", article)
+
+
+def _title(value: object) -> str:
+    """A title, which only names the place in messages; empty where it is no text."""
+    return value if isinstance(value, str) else ""
+
+
+def _placed_answers(
+    entry: dict, context: str, place: str, faults: dict[str, list[str]]
+) -> tuple[tuple[str, int], ...]:
+    """The gold answers of a question, each with its place in the paragraph; what is wrong with them goes to `faults`.
+    A flag that is null or not there says nothing against answers."""
+    try:
+        answers = _held(entry, "answers", list, place)
+        flag = entry.get("is_impossible")
+        impossible = False if flag is None else _held(entry, "is_impossible", bool, place)
+        golds = [
+            (_held(answer, "text", str, place), _held(answer, "answer_start", int, place))
+            for answer in answers
+        ]
+    except DataError as fault:
+        faults[LAYOUT].append(str(fault).replace("not the SQuAD layout, ", ""))
+        return ()
     if impossible == bool(answers):
         said = str(entry.get("is_impossible", "not there")).lower()
-        raise DataError(f"{place}: {len(answers)} answers, and is_impossible is {said}")
-    for answer in answers:
-        yield _held(answer, "text", str, place), _held(answer, "answer_start", int, place)
+        faults[CONTRADICTION].append(
+            f"{place}: {len(answers)} answers, and is_impossible is {said}"
+        )
+        return ()
+    for text, start in golds:
+        # A negative start would count from the end of the paragraph and could even match there.
+        if not text or start < 0 or not context.startswith(text, start):
+            only = context.find(text) if text else -1
+            once = only >= 0 and only == context.rfind(text)
+            hint = f", and it is at {only} alone" if once else ""
+            faults[MISPLACED].append(f"{place}: {text[:60]!r} at {start}{hint}")
+    return tuple(golds)
 
 
-def _misplaced_message(misplaced: list[tuple[str, bool]], name: str) -> str:
-    once = sum(fixable for _, fixable in misplaced)
-    shown = "; ".join(text for text, _ in misplaced[:MAX_LISTED])
-    more = f"; and {len(misplaced) - MAX_LISTED} more" if len(misplaced) > MAX_LISTED else ""
-    hint = (
-        f" ({once} occur exactly once: `score --fix-spans` takes them there, training does not)"
-        if once
-        else ""
-    )
-    return f"{name}: {len(misplaced)} answers are not the text at their answer_start{hint}: {shown}{more}"
+def _counted(faults: dict[str, list[str]]) -> str:
+    """'2 answers are not ...: article 0, question 'q1': 'north' at 3; ...', a part for each kind of fault."""
+    parts = []
+    for heading, places in faults.items():
+        if places:
+            shown = "; ".join(places[:MAX_LISTED])
+            more = f"; and {len(places) - MAX_LISTED} more" if len(places) > MAX_LISTED else ""
+            parts.append(f"{len(places)} {heading}: {shown}{more}")
+    return "; ".join(parts)
 
 
 def read_json(path: str | os.PathLike) -> object:
@@ -329,10 +371,8 @@ def nested_rows(document: object, name: str) -> Iterator[tuple]:
     """The rows for `build_examples` out of the official layout: data[].paragraphs[].qas[]."""
     for a, article in enumerate(_held(document, "data", list, name)):
         place = f"{name}: article {a}"
-        paragraphs, title = (
-            _held(article, "paragraphs", list, place),
-            _held(article, "title", str, place, ""),
-        )
+        paragraphs = _held(article, "paragraphs", list, place)
+        title = _title(article.get("title"))
         place += f" {title[:80]!r}"
         for p, paragraph in enumerate(paragraphs):
             for entry in _held(paragraph, "qas", list, f"{place}, paragraph {p}"):
@@ -342,25 +382,28 @@ def nested_rows(document: object, name: str) -> Iterator[tuple]:
 def flat_rows(table, name: str) -> Iterator[tuple]:
     """The rows for `build_examples` out of the hub's flat layout, one question a row, no answers if impossible.
 
-    `table` is a `datasets.Dataset`. Equal paragraphs come out as one object, as in the nested layout.
+    `table` is a `datasets.Dataset`; where it has no column of answers, its rows have none either. Equal paragraphs come
+    out as one object, as in the nested layout.
     """
     contexts: dict[str, str] = {}
     for part in table.with_format("arrow").iter(10_000):
         for row in part.to_pylist():
-            title = _held(row, "title", str, f"{name}: question {row.get('id')!r}", "")
+            title = _title(row.get("title"))
             article = f"{name}: article {title[:80]!r}"
-            place = f"{article}, question {row.get('id')!r}"
-            context, answers = _held(row, "context", str, place), _held(row, "answers", dict, place)
-            pairs = zip_longest(
-                *(_held(answers, key, list, place) for key in ("text", "answer_start"))
-            )
-            answers = [{"text": text, "answer_start": start} for text, start in pairs]
-            found = {
-                "context": contexts.setdefault(context, context),
-                "answers": answers,
-                "is_impossible": not answers,
-            }
-            yield article, title, found, row | found
+            context = _held(row, "context", str, f"{article}, question {row.get('id')!r}")
+            answers = _rows_of_answers(row.get("answers"))
+            golds = {"answers": answers, "is_impossible": answers == []}
+            yield article, title, {"context": contexts.setdefault(context, context)}, row | golds
+
+
+def _rows_of_answers(answers: object) -> object:
+    """Answers as the nested layout lists them, out of the hub's two columns; anything else as it is."""
+    if not isinstance(answers, dict):
+        return answers
+    columns = [answers.get(key) for key in ("text", "answer_start")]
+    if not all(isinstance(column, list) for column in columns):
+        return None
+    return [{"text": text, "answer_start": start} for text, start in zip_longest(*columns)]
 
 
 def sha256_of(path: Path) -> str:

@@ -2,8 +2,8 @@
 
 Text comes from files, folders, the hub and the generator. A source is its lines, each with its line end, decoded and
 never all in memory at once. A line that holds a form feed alone separates two documents. Everything else is text, as it
-stands: nothing is stripped, and only Windows line ends are made plain ones, so that words, line ends and bytes are
-counted as in the original.
+stands: nothing is stripped but a byte order mark at the start, and only Windows line ends are made plain ones, so that
+words, line ends and bytes are counted as in the original.
 
 Each line becomes tokens by itself, so that it does not matter how much is read at a time. The end token stands before
 the first document and between two; it is what a model that has seen nothing yet begins with. Where no tokenizer is
@@ -42,7 +42,7 @@ ENDINGS = (".txt", ".txt.gz", ".tokens")
 # In a folder: by the name of the split, or as WikiText-103 comes.
 NAMES = {"train": ("train", "wiki.train"), "validation": ("validation", "wiki.valid")}
 SEPARATOR = "\f"
-CACHE_VERSION = 4  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 5  # of the cached files; raise it when they, or what is in them, change
 LINES_PER_CALL = 10_000
 LONGEST = 1_000  # characters of a word or a blank that a tokenizer learns from as a whole
 END = "<|endoftext|>"
@@ -87,7 +87,10 @@ def _lines(path: Path) -> Iterator[str]:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as stream:
             for line in stream:
                 number += 1
-                yield line.decode().replace("\r\n", "\n")
+                # Which Windows programs write in front of a text; it may be all that an empty one has.
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+                if text:
+                    yield text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(
             f"{path}: line {number} is not UTF-8: {error.reason} at byte {error.start} of it"
@@ -105,7 +108,9 @@ def _rows(table: Callable, name: str) -> Iterator[str]:
     """A row a line. WikiText's rows have their line ends with them, and its empty ones have lost theirs."""
     if "text" not in table().column_names:
         raise DataError(f"{name}: no column text")
-    for row in table()["text"]:
+    for number, row in enumerate(table()["text"]):
+        if number == 0:
+            row = row.removeprefix("\ufeff")
         yield row if row.endswith("\n") else row + "\n"
 
 

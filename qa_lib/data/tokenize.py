@@ -8,10 +8,13 @@ about itself: how it joins a question and a context, and whether it gives token 
 """
 
 import json
+import logging
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain, count
 from pathlib import Path
 from typing import NamedTuple
@@ -21,6 +24,8 @@ import tokenizers
 
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.errors import UserError, first_line
+
+log = logging.getLogger(__name__)
 
 TEXTS_PER_CALL = 2_000  # one call's encodings take some 150 bytes a token, so not all texts at once
 WORDS_PER_ROW = 256
@@ -176,8 +181,11 @@ def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:
 
 
 def build_tokenizer(source: str | Path):
-    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code. Raises
-    UserError where there is none, or one that transformers cannot read."""
+    """The tokenizer of a run: of the synthetic text for "tiny", else of a folder or hub name. Never remote code.
+
+    Warns of one that may be cased and is read as uncased. Raises UserError where there is none, or one that
+    transformers cannot read.
+    """
     from transformers import AutoTokenizer, BertTokenizer  # a second, for which drivers do not wait
 
     if source == "tiny":
@@ -191,6 +199,32 @@ def build_tokenizer(source: str | Path):
             found.all_special_ids
         ):  # what transformers makes of a folder without one
             raise ValueError("it has no words; tokenizer.json or vocab.txt is missing")
+        if _drops_capitals(found) and not _says_lower_case(source):
+            _warn_of_capitals(os.fspath(source))
         return found
     except Exception as error:  # whatever the libraries make of a damaged folder
         raise UserError(f"{source}: its tokenizer cannot be loaded: {first_line(error)}") from None
+
+
+def _drops_capitals(tokenizer) -> bool:
+    """Whether a tokenizer makes all letters small although its vocabulary has words with capitals."""
+    normalizer = json.loads(tokenizer.backend_tokenizer.to_str())["normalizer"] or {}
+    words = tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys()
+    return bool(normalizer.get("lowercase")) and any(word != word.lower() for word in words)
+
+
+def _says_lower_case(source: str | Path) -> bool:
+    """Whether tokenizer_config.json says if letters are made small; transformers takes it for granted otherwise."""
+    from transformers.models.auto.tokenization_auto import get_tokenizer_config
+
+    local = Path(source).is_dir()
+    return "do_lower_case" in get_tokenizer_config(source, local_files_only=local)
+
+
+@cache  # a run and a page load a tokenizer more than once
+def _warn_of_capitals(source: str) -> None:
+    log.warning(
+        "%s: read as uncased, though its vocabulary has words with capitals; if it is cased, put "
+        '{"do_lower_case": false} into its tokenizer_config.json',
+        source,
+    )

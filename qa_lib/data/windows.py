@@ -6,6 +6,12 @@ tokenizer of transformers cuts such windows itself, and tests hold these here to
 from question to question: here every distinct text is tokenized once, and the windows are put together from the pieces.
 That takes a tenth of the time of `datasets.map`. All variants share this step; its result is cached on disk, so that a
 run begins in less than a second.
+
+A window's label is the first and the last token of the gold answer. Characters at an answer's edges that no token has
+(an uncased vocabulary drops marks, every WordPiece one drops U+200B and its like) and blanks there move neither: the
+label is about the tokens between them. A gold answer that no window holds whole leaves all windows of its question
+without an answer, as in the reference script. These windows are kept, since leaving them out would give SQuAD itself
+other windows at short lengths; `gold_notes` counts them in the run's output, with what to do about it.
 """
 
 import hashlib
@@ -29,7 +35,9 @@ from qa_lib.errors import UserError
 
 log = logging.getLogger(__name__)
 
-CACHE_VERSION = 5  # of the cached files; raise it when they, or what is in them, change
+CACHE_VERSION = 6  # of the cached files; raise it when they, or what is in them, change
+
+TOKENLESS = -1  # in place of how many tokens a gold answer has
 
 # Of which example a window is, its token ids and their offsets, each as arrays to be joined.
 Window = tuple[int, Sequence[np.ndarray], Sequence[np.ndarray]]
@@ -59,9 +67,14 @@ class Samples:
     pad_token: int
     segments: bool  # whether token types go with the windows: 0 up to the context, and 1 from there
     n_examples: int
+    gold_tokens: (
+        np.ndarray
+    )  # int32 [n_examples]: tokens of each first gold answer; 0 where there is none, and
+    # TOKENLESS where no token has any of its characters
     examples_sha256: (
         str  # of the source's question ids in order: what `decode` checks its examples against
     )
+    content_sha256: str  # of the source's questions and paragraphs, whatever their ids and order
 
     def __len__(self) -> int:
         return len(self.example)
@@ -70,6 +83,13 @@ class Samples:
     def lengths(self) -> np.ndarray:
         """int64 [n]: tokens of each window, special tokens included."""
         return np.diff(self.starts)
+
+    @property
+    def held(self) -> np.ndarray:
+        """bool [n_examples]: whether a window holds the first gold answer whole."""
+        found = np.zeros(self.n_examples, bool)
+        found[self.example[self.start_positions > 0]] = True
+        return found
 
     def characters(
         self, rows: np.ndarray, first: np.ndarray, last: np.ndarray
@@ -113,6 +133,49 @@ def examples_sha256(examples: list[Example]) -> str:
     return hashlib.sha256(json.dumps([example.id for example in examples]).encode()).hexdigest()
 
 
+def content_sha256(examples: list[Example]) -> str:
+    """Hash of the questions with their paragraphs (hex), whatever their ids and order."""
+    pairs = (f"{example.question}\0{example.context}" for example in examples)
+    digests = sorted(hashlib.sha256(pair.encode()).digest() for pair in pairs)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def answer_limit(samples: Samples, least: int) -> int:
+    """How many tokens an answer needs to be given as long as the gold answers of `samples` are: as many as all but the
+    longest 0.1 % of those that a window holds have, and at least `least`. A gold answer that is a paragraph by mistake
+    does not count."""
+    lengths = samples.gold_tokens[samples.held]
+    if not len(lengths):
+        return least
+    return max(least, int(np.quantile(lengths, 0.999, method="higher")))
+
+
+def gold_notes(samples: Samples, name: str, limit: int) -> list[str]:
+    """A sentence for each reason for which gold answers of the file `name` cannot be given, with how many: answers of
+    more than `limit` tokens, and those that no window holds whole."""
+    golds = int((samples.gold_tokens != 0).sum())
+    tokenless = int((samples.gold_tokens == TOKENLESS).sum())
+    cut = int((~samples.held & (samples.gold_tokens > 0)).sum())
+    long = int((samples.gold_tokens > limit).sum())
+    notes = []
+    if tokenless:
+        notes.append(
+            f"{name}: {tokenless} of {golds} gold answers have no token (they are blank, or of characters that the "
+            "vocabulary drops): their questions count as unanswerable in training, and cannot be answered"
+        )
+    if cut:
+        notes.append(
+            f"{name}: {cut} of {golds} gold answers are whole in no window of {samples.max_length} tokens: their "
+            "questions count as unanswerable in training, and cannot be answered; a larger --max-length holds more"
+        )
+    if long:
+        notes.append(
+            f"{name}: {long} of {golds} gold answers are longer than {limit} tokens and cannot be given; "
+            "--max-answer-length allows more"
+        )
+    return notes
+
+
 def build_samples(
     source: Source, tokenizer, max_length: int = 384, stride: int = 128,
     cache: str | os.PathLike | Literal[False] | None = None,
@@ -133,13 +196,7 @@ def build_samples(
         raise UserError(f"max_length {max_length} with stride {stride}: {needed}")
     if cache is False:
         return _build(source, backend, layout, max_length, stride)
-    parts = [
-        CACHE_VERSION,
-        tokenizers.__version__,
-        source.sha256,
-        source.fix_spans,
-        source.labelled,
-    ]
+    parts = [CACHE_VERSION, tokenizers.__version__, source.sha256, source.labelled]
     parts += [asdict(layout), max_length, stride, backend.to_str()]
     return cached(
         parts, Samples, lambda: _build(source, backend, layout, max_length, stride), cache
@@ -168,10 +225,12 @@ def _build(source: Source, backend, layout: Layout, max_length: int, stride: int
     context_span = np.stack([first, np.array(size) - len(layout.after)], axis=1)
     starts = np.concatenate([[0], np.cumsum(size)])
     example = np.array(example, np.int32)
-    positions = _answer_positions(examples, offsets, starts, example, context_span)
+    golds, gold_tokens = _gold_spans(examples, pieces, context)
+    positions = _answer_positions(golds, offsets, starts, example, context_span)
     return Samples(
         *(tokens, offsets, starts, example, context_span, *positions),
-        *(max_length, layout.pad, layout.segments, len(examples), examples_sha256(examples)),
+        *(max_length, layout.pad, layout.segments, len(examples), gold_tokens),
+        *(examples_sha256(examples), content_sha256(examples)),
     )
 
 
@@ -216,28 +275,60 @@ def _windows(
             begin = end - stride
 
 
-def _answer_positions(
-    examples: list[Example], offsets, starts, example, context_span
-) -> np.ndarray:
-    """Start and end position in every window, int64 [2, n]; 0 where the first gold answer is not wholly inside.
+def _gold_spans(examples: list[Example], pieces: Pieces, context) -> tuple[np.ndarray, np.ndarray]:
+    """The characters of each first gold answer that tokens have, and how many tokens these are; the first is that which
+    is not blank.
 
-    The start is the last token of the context that begins no later than the answer, the end the first that ends no
-    earlier, as in the reference script (transformers' run_qa). The accumulations are for tokenizers whose offsets step
-    back: there the search ends at the first token that is beyond the answer.
+    `context` int [examples] is the text of `pieces` that an example's paragraph is. The first result int64 [examples,
+    2] has the first character and one past the last, 0 and 0 where there is no answer; the second int32 [examples] is
+    what Samples.gold_tokens is. Blanks at a gold answer's edges are no part of it: a byte-level vocabulary has tokens
+    for them.
     """
-    golds = [e.answers[0] if e.answers else ("", 0) for e in examples]
-    begin = np.array([start for _, start in golds])[example]
-    finish = np.array([start + len(text) for text, start in golds])[example]
+    spans = np.zeros((len(examples), 2), np.int64)
+    tokens = np.zeros(len(examples), np.int32)
+    for i, example in enumerate(examples):
+        if not example.answers:
+            continue
+        filled = (answer for answer in example.answers if answer[0].strip())
+        text, start = next(filled, example.answers[0])
+        begin = start + len(text) - len(text.lstrip())
+        finish = start + len(text.rstrip())
+        begins, ends = pieces.offsets[pieces.starts[context[i]] : pieces.starts[context[i] + 1]].T
+        inside = (begins < finish) & (ends > begin) & (ends > begins)
+        if not inside.any():
+            tokens[i] = TOKENLESS
+            continue
+        spans[i] = max(begin, begins[inside].min()), min(finish, ends[inside].max())
+        first, last = _first_and_last(begins, ends, *spans[i])
+        tokens[i] = last - first + 1
+    return spans, tokens
+
+
+def _first_and_last(begins, ends, begin: int, finish: int) -> tuple[int, int]:
+    """Which of the tokens with these offsets, int [tokens] each, are the first and the last of the text from character
+    `begin` to `finish`: the last that begins no later than the text, and the first that ends no earlier, as in the
+    reference script (transformers' run_qa). The accumulations are for tokenizers whose offsets step back: there the
+    search ends at the first token that is beyond the text.
+
+    A character may be several tokens, of bytes or of a syllable's letters. Where the text is that character alone, the
+    two searches end at the last and at the first of them, in which order no answer can be given: here it is all of
+    them."""
+    first = np.searchsorted(np.maximum.accumulate(begins), begin, "right") - 1
+    last = np.searchsorted(np.minimum.accumulate(ends[::-1])[::-1], finish, "left")
+    return min(first, last), max(first, last)
+
+
+def _answer_positions(golds, offsets, starts, example, context_span) -> np.ndarray:
+    """Start and end position in every window, int64 [2, n]; 0 where the gold answer is not wholly inside. `golds` is
+    what _gold_spans gives."""
+    begin, finish = golds[example].T
     first, stop = context_span.T
     positions = np.zeros((2, len(example)), np.int64)
     for i in np.flatnonzero((finish > begin) & (stop > first)):
         begins, ends = offsets[starts[i] + first[i] : starts[i] + stop[i]].T
         if begins[0] <= begin[i] and ends[-1] >= finish[i]:
-            positions[0, i] = (
-                first[i] + np.searchsorted(np.maximum.accumulate(begins), begin[i], "right") - 1
-            )
-            positions[1, i] = first[i] + np.searchsorted(
-                np.minimum.accumulate(ends[::-1])[::-1], finish[i], "left"
+            positions[:, i] = first[i] + np.array(
+                _first_and_last(begins, ends, begin[i], finish[i])
             )
     return positions
 

@@ -120,6 +120,17 @@ def max_positions(config) -> int:
     return config.max_position_embeddings - first_position(config)
 
 
+def positions_in(config: Mapping) -> int | None:
+    """How long a sequence may be by what a model's config.json says; None where it does not say, or not by a number."""
+    encoder = (ENCODERS | DECODERS).get(config.get("model_type"))
+    most, pad = config.get("max_position_embeddings"), config.get("pad_token_id", 1)
+    if type(most) is not int:
+        return None
+    if encoder and encoder.positions_after_padding and type(pad) is int:
+        return most - pad - 1
+    return most
+
+
 def layers_of(model) -> list:
     """The layers, from the bottom up."""
     return list(model.get_submodule(encoder_of(model).layers))

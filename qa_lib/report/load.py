@@ -47,7 +47,8 @@ OF_AXES = (
     RATE,
     BATCH,
     BATCH_TOKENS,
-)  # the stride follows from the length
+    "spec.preset.max_answer_length",
+)  # the stride follows from the length, and an answer's from tokenizer and data where it is not asked for
 FULL_SAMPLES, FULL_EPOCHS = (
     131_754,
     3,

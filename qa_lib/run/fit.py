@@ -48,7 +48,7 @@ from qa_lib.run.process import (
 )
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
-from qa_lib.score.predict import WINDOW
+from qa_lib.score.predict import ANSWER, WINDOW
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
@@ -202,6 +202,8 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
             begin, time.perf_counter() - data.load_s
         )  # what the caller has loaded is this run's time as well
         _note_sizes(entry, data, model, batches.steps)
+        for note in data.notes if ranks.first else []:
+            say(note)
 
         shared = shares_gpu(device)
         held = hardware.gpu_lock(
@@ -339,11 +341,12 @@ def _limits(spec: Spec, device: torch.device):
 
 def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None:
     """Keep the trained model with its card, and nothing that was made of the one before it. Its config says how long
-    its windows are, so that a copy answers alike. Raises RecordError when the disk is full."""
+    its windows and answers are, so that a copy answers alike. Raises RecordError when the disk is full."""
     preset = entry["spec"]["preset"]
     if entry["task"]["name"] == "qa":
         model.config.update(
             dict(zip(WINDOW, (preset["max_length"], preset["stride"]), strict=True))
+            | {ANSWER: preset["max_answer_length"]}
         )
     try:
         save_model(model, data.tokenizer, folder)
@@ -355,7 +358,10 @@ def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None
 
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
-    """Put into a record how much there is: steps, samples, questions, parameters."""
+    """Put into a record how much there is: steps, samples, questions, parameters; and how long answers may be, where
+    the preset leaves that to the training answers."""
+    if data.max_answer_length:
+        entry["spec"]["preset"]["max_answer_length"] = data.max_answer_length
     entry["spec"] |= {"planned_steps": steps, "n_train": len(data.samples), "n_eval": data.n_eval}
     entry["data"]["n"] = data.n
     held = param_counts(model)

@@ -12,7 +12,7 @@ from qa_lib.data.squad import DataError, hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
-from qa_lib.model.architectures import find_encoder
+from qa_lib.model.architectures import find_encoder, positions_in
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
 from qa_lib.presets import HEAD, Preset, find_preset, find_shape, whole_number
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
@@ -80,9 +80,7 @@ def plan(
     found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
     if (kind := config.get("model_type", "")) != "":
         find_encoder(kind, model, size.task)
-    if (
-        type(most := config.get("max_position_embeddings")) is int
-    ):  # RoBERTa takes two fewer; building it says so
+    if (most := positions_in(config)) is not None:
         for spec in specs:
             spec.preset.check_length(model, most)
     # 0, which everything divides, where it does not say, or not by a number: then loading it says so.

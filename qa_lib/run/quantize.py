@@ -20,17 +20,31 @@ from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.run.plan import go_offline_without_network, identify_data, without_folders
 from qa_lib.score.f1 import score
-from qa_lib.score.predict import Model, answer, answers_to, load_qa_model, window_lengths
+from qa_lib.score.predict import (
+    Model,
+    answer,
+    answer_tokens,
+    answers_to,
+    load_qa_model,
+    window_lengths,
+)
 
 ASKED, REPEATS = 10, 5  # questions that are timed, one at a time, and how often
 
 
-def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) -> dict:
+def quantize_run(
+    run_dir: Path,
+    width: str,
+    data: str | None = None,
+    max_answer_length: int | None = None,
+    say=print,
+) -> dict:
     """Write the run's model with weights of `width` to model-<width>/ in its folder, and quantized.json there: what
     this returns. `before` and `after` have the bytes of the weights on disk, F1 as the model answers and at the best
     threshold for "no answer", and `latency_ms`, from a question to its answer on one thread, the median.
 
-    `data` are the validation questions, by default the run's own. Raises UserError for a run that has no model, answers
+    `data` are the validation questions, by default the run's own; answers have at most `max_answer_length` tokens, by
+    default as many as the run's. Raises UserError for a run that has no model, answers
     no questions or has its own elsewhere, for a width that there is not, and without torchao; RunTaken while another
     process works on the run.
     """
@@ -52,7 +66,8 @@ def quantize_run(run_dir: Path, width: str, data: str | None = None, say=print) 
         save_quantized(small, tokenizer, folder)
         # What is measured is what was saved.
         (model, _), (small, _) = load_qa_model(plain), load_qa_model(folder)
-        before, after = (Model(each, tokenizer, *window_lengths(model)) for each in (model, small))
+        lengths = (*window_lengths(model), answer_tokens(model, max_answer_length))
+        before, after = (Model(each, tokenizer, *lengths) for each in (model, small))
         say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
         found = {
             **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
@@ -123,7 +138,7 @@ def latencies(models: list[Model], source: Source) -> list[float]:
 
 def main(args: argparse.Namespace) -> int:
     """Quantize one run's model, and say what it came to."""
-    found = quantize_run(args.run, args.weights, args.data)
+    found = quantize_run(args.run, args.weights, args.data, args.max_answer_length)
     print(f"{args.run / f'model-{args.weights}'}:")
     units = {
         "f1": ("F1", 1),

@@ -60,6 +60,7 @@ def main(args: argparse.Namespace) -> int:
         args.micro_batch,
         machine,
         batch=args.batch,
+        max_answer_length=args.max_answer_length,
     )
     preset = specs[0].preset
     if not preset.quality:

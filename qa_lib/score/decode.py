@@ -7,6 +7,10 @@ the reference script (run_qa of transformers, after Devlin et al. 2019). A quest
 list. "No answer" is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least
 speaks for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a threshold.
 
+An answer's text is that from its first token's first character to its last token's last, and the characters beside them
+that no token has: an uncased vocabulary drops the marks of letters, every WordPiece one drops U+200B and its like, and
+without them a word is misspelt. `text_edges` says to which token such a character belongs.
+
 The script loops over a window's pairs in Python, which takes longer than what is here: for a block of windows one table
 holds their sums, and one sort ranks each window's. Ties go to what the loop finds first, so that both give the
 same lists. Every variant's answers, and the app's, come from here.
@@ -25,6 +29,7 @@ import torch
 
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
+from qa_lib.presets import ANSWER_TOKENS
 from qa_lib.record import writable_folder, write_atomically
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
@@ -121,7 +126,7 @@ class Answers:
 
 def decode(
     samples: Samples, examples: list[Example], sample_ids: torch.Tensor, start_logits: torch.Tensor,
-    end_logits: torch.Tensor, *, n_best: int = 20, max_answer_length: int = 30, null_threshold: float = 0.0,
+    end_logits: torch.Tensor, *, n_best: int = 20, max_answer_length: int = ANSWER_TOKENS, null_threshold: float = 0.0,
 ) -> Answers:  # fmt: skip
     """Answer every question of `examples`, whose windows are `samples`.
 
@@ -142,6 +147,7 @@ def decode(
         samples.example.tolist(), null.sum(axis=1).tolist(), null.tolist(), strict=True
     ):
         nulls[number].append((total, None, None, *pair))
+    edges_of = _edges_of_examples(samples, examples)
     for block in np.split(np.arange(len(samples)), range(BLOCK, len(samples), BLOCK)):
         lengths = samples.lengths[block, None]
         own = np.arange(lengths.max()) < lengths
@@ -166,12 +172,60 @@ def decode(
             start[window, first],
             end[window, last],
         )
-        for number, *span in zip(*(column.tolist() for column in columns), strict=True):
-            spans[number].append(tuple(span))
+        for number, total, begin, end, *pair in zip(*map(np.ndarray.tolist, columns), strict=True):
+            if (edges := edges_of[number]) and begin < end:
+                begin, end = edges[0][begin], edges[1][end]
+            spans[number].append((total, begin, end, *pair))
     best = [sorted(found, key=itemgetter(0), reverse=True)[:n_best] for found in spans]
     return Answers(
         examples, best, [min(found, key=itemgetter(0)) for found in nulls], n_best, null_threshold
     )
+
+
+def text_edges(context: str, offsets: np.ndarray) -> tuple[list[int], list[int]] | None:
+    """Where the text of tokens of a paragraph begins and ends, with the characters beside them that no token has: for
+    each character at which a token begins, and for each number that is one past a token's last. None where tokens have
+    all characters but blanks, so that nothing is to be added.
+
+    Such characters belong to the token before them, up to the next token or blank; and where a blank or nothing is
+    before them, to the token after them. `offsets` int [tokens, 2] are those of all tokens of the paragraph.
+    """
+    n = len(context)
+    begins, ends = offsets[offsets[:, 0] < offsets[:, 1]].T
+    depth = np.zeros(n + 1, np.int64)
+    np.add.at(depth, begins, 1)
+    np.add.at(depth, ends, -1)
+    bare = np.zeros(n, bool)
+    for place in np.flatnonzero(depth.cumsum()[:n] == 0).tolist():
+        bare[place] = not context[place].isspace()
+    if not bare.any():
+        return None
+    first, last = list(range(n + 1)), list(range(n + 1))
+    for place in range(n - 1, -1, -1):
+        if bare[place]:
+            last[place] = last[place + 1]
+    run = None  # where a run of such characters began that no token is before
+    for place in range(n):
+        if not bare[place]:
+            if run is not None and not context[place].isspace():
+                first[place] = run
+            run = None
+        elif run is None and (place == 0 or context[place - 1].isspace()):
+            run = place
+    return first, last
+
+
+def _edges_of_examples(samples: Samples, examples: list[Example]) -> list:
+    """What text_edges gives of each example's paragraph, worked out once for each distinct one."""
+    known: dict[str, tuple | None] = {}
+    windows = np.searchsorted(samples.example, np.arange(len(examples) + 1))
+    places = samples.starts[:-1, None] + samples.context
+    for number, example in enumerate(examples):
+        if example.context not in known:
+            spans = places[windows[number] : windows[number + 1]].tolist()
+            offsets = [samples.offsets[begin:end] for begin, end in spans]
+            known[example.context] = text_edges(example.context, np.concatenate(offsets))
+    return [known[example.context] for example in examples]
 
 
 def _rows_by_id(samples, examples, sample_ids, start_logits, end_logits) -> np.ndarray:

@@ -55,7 +55,9 @@ def evaluate_answers(
     if spec.settings.fault == "positional-join":
         rows = joined_by_position(*rows)
     examples = data.validation.examples
-    answers = decode(data.validation_samples, examples, *rows)
+    answers = decode(
+        data.validation_samples, examples, *rows, max_answer_length=data.max_answer_length
+    )
     answers.write(run_dir / "answers")
     found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]

@@ -6,9 +6,10 @@ best of people's answers. A question without an answer counts 1 for silence and 
 which never answers scores the share of such questions: half of SQuAD v2. When to be silent is a threshold; `best_f1`
 says what the best one would have given on these very questions, which flatters every variant alike.
 
-Figures agree with the official script's to the last digit: sums run over the questions in the data's order with
-Python's `sum`, and scores are int or float where that script has them so (from Python 3.12, `sum` tells them apart).
-Every variant's quality is measured here.
+The command reads of its data what the official script reads, ids and gold answers' texts, and nothing else
+(data/squad.py, build_golds). Figures agree with that script's to the last digit: sums run over the questions in the
+data's order with Python's `sum`, and scores are int or float where that script has them so (from Python 3.12, `sum`
+tells them apart). Every variant's quality is measured here.
 """
 
 import argparse
@@ -52,8 +53,8 @@ def score(
     (left out where there are none). With `na_probs` (question id -> how sure it is that there is no answer, on any
     scale) a question above `na_threshold` counts as not answered, and best_exact, best_f1 and their _thresh are what
     the best threshold would give.
-    Raises `DataError` unless predictions, and probabilities if given, are for exactly the questions of `examples`, and
-    for a probability that is no finite number.
+    Predictions and probabilities for further questions are not looked at. Raises `DataError` where one of `examples`
+    has no prediction, or no probability if they are given, and for a probability that is no finite number.
     """
     _check(examples, predictions, "prediction", lambda value: isinstance(value, str))
     exact, overlap = {}, {}
@@ -91,12 +92,8 @@ def _check(examples: list[Example], given: Mapping, what: str, good) -> None:
         raise DataError(
             f"no {what} for {len(missing)} of {len(titles)} questions, the first: {where}"
         )
-    unknown = [key for key in given if key not in titles]
-    if unknown:
-        raise DataError(
-            f"a {what} for {len(unknown)} questions that the data does not have, the first: {unknown[0]!r}"
-        )
-    for key, value in given.items():
+    for key in titles:
+        value = given[key]
         if not good(value):
             raise DataError(
                 f"article {titles[key][:80]!r}, question {key!r}: {value!r:.80} is no {what}"
@@ -138,7 +135,8 @@ def _best_threshold(examples, predictions, scores, na_probs) -> tuple[float, flo
     impossible = {example.id: example.impossible for example in examples}
     current = best = sum(impossible.values())
     threshold = 0.0
-    for key in sorted(na_probs, key=na_probs.get):
+    known = (key for key in na_probs if key in impossible)
+    for key in sorted(known, key=na_probs.get):
         if not impossible[key]:
             current += scores[key]
         elif predictions[key]:
@@ -187,7 +185,7 @@ def main(args: argparse.Namespace) -> int:
     """Print the official keys as JSON."""
     if args.na_threshold is not None and not args.na_prob:
         raise UserError("--na-threshold is for the probabilities of --na-prob, and none are given")
-    examples = open_source(args.data, "validation", args.fix_spans).examples
+    examples = open_source(args.data, "validation").golds
     predictions, na_probs = (
         read_json(path) if path else None for path in (args.predictions, args.na_prob)
     )

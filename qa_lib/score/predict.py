@@ -11,6 +11,7 @@ The app asks one question at a time (`ask`): a checkpoint is loaded once, and ke
 """
 
 import argparse
+import dataclasses
 import json
 import sys
 import time
@@ -31,7 +32,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.architectures import max_positions
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint
 from qa_lib.model.load import check_tokenizer, load
-from qa_lib.presets import stride_of
+from qa_lib.presets import ANSWER_TOKENS, MOST, stride_of, whole_number
 from qa_lib.score.decode import LOWEST, Answers, decode
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
@@ -42,6 +43,7 @@ WINDOW = (
     "window_tokens",
     "window_stride",
 )  # of a trained model's config: how long its windows were, and overlapped
+ANSWER = "max_answer_length"  # likewise: how many tokens its answers had, at most
 MOST_WINDOWS = (
     2_000  # of a question; the longest paragraph and a question of a sentence take some 400
 )
@@ -139,6 +141,15 @@ def window_lengths(model) -> tuple[int, int]:
     return max_length, stride_of(max_length, stride)
 
 
+def answer_tokens(model, wanted: int | None = None) -> int:
+    """Tokens of an answer, at most: those that are wanted, else those that the model's config says, where it was
+    trained here, else the reference script's 30. Raises SpecError for a wanted number that cannot be."""
+    if wanted is not None:
+        return whole_number(ANSWER, wanted, 1)
+    found = getattr(model.config, ANSWER, None)
+    return found if type(found) is int and 1 <= found <= MOST else ANSWER_TOKENS
+
+
 def asked(question: str, context: str) -> Source:
     """A source of one question about a paragraph, both of which somebody typed."""
     row = "what was asked", "", {"context": context}, {"id": "0", "question": question}
@@ -147,24 +158,29 @@ def asked(question: str, context: str) -> Source:
 
 @dataclass(frozen=True)
 class Model:
-    """A loaded checkpoint, ready to answer, with the tokens of its windows and of their overlap."""
+    """A loaded checkpoint, ready to answer, with the tokens of its windows, of their overlap, and of an answer."""
 
     model: torch.nn.Module
     tokenizer: object
     max_length: int
     stride: int
+    max_answer_length: int = ANSWER_TOKENS
 
 
-def load_answerer(folder: Path) -> Model:
+def load_answerer(folder: Path, max_answer_length: int | None = None) -> Model:
     """The checkpoint in `folder` on the device that it answers on. Raises UserError as load_qa_model does."""
     model, tokenizer = load_qa_model(folder)
-    return Model(model.to(answering_device(model)), tokenizer, *window_lengths(model))
+    lengths = (*window_lengths(model), answer_tokens(model, max_answer_length))
+    return Model(model.to(answering_device(model)), tokenizer, *lengths)
 
 
-def ask(folder: str | Path, question: str, context: str) -> dict:
+def ask(
+    folder: str | Path, question: str, context: str, max_answer_length: int | None = None
+) -> dict:
     """What `answer` gives, by the checkpoint in `folder`, or of the run there, loaded if it is not in memory as it is:
     ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"].
 
+    An answer has at most `max_answer_length` tokens, by default as many as the model's answers had in training, or 30.
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
     folder = find_folder(folder)
@@ -173,6 +189,9 @@ def ask(folder: str | Path, question: str, context: str) -> dict:
     )
     # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
     torch.set_num_threads(1 if loaded.model.num_parameters() < 10_000_000 else THREADS)
+    if max_answer_length is not None:
+        most = answer_tokens(loaded.model, max_answer_length)
+        loaded = dataclasses.replace(loaded, max_answer_length=most)
     return answer(loaded, question, context)
 
 
@@ -214,7 +233,7 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     logits = predict_logits(loaded.model, samples, loaded.model.device, batch_tokens=BATCH_TOKENS)
     logits = [rows.cpu() for rows in logits]  # which waits for the GPU
     clock.append(time.perf_counter())
-    answers = decode(samples, source.examples, *logits)
+    answers = decode(samples, source.examples, *logits, max_answer_length=loaded.max_answer_length)
     nbest = answers.entries(0)
     clock.append(time.perf_counter())
     odds = answers.null_odds[example.id]
@@ -229,7 +248,7 @@ def answers_to(source: Source, loaded: Model, cache=None, progress: bool = False
     """The answers to a source's questions, by a model where it is; `cache` is that of build_samples."""
     samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
     logits = predict_logits(loaded.model, samples, loaded.model.device, progress=progress)
-    return decode(samples, source.examples, *logits)
+    return decode(samples, source.examples, *logits, max_answer_length=loaded.max_answer_length)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -244,7 +263,7 @@ def main(args: argparse.Namespace) -> int:
         else asked(args.question, args.context)
     )
     _ = source.examples  # bad data is told before the model takes its seconds to load
-    loaded = load_answerer(find_folder(args.model))
+    loaded = load_answerer(find_folder(args.model), args.max_answer_length)
     answers = answers_to(
         source, loaded, None if file else False, progress=file and sys.stderr.isatty()
     )
