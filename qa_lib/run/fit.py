@@ -28,6 +28,7 @@ from qa_lib.cli import own_of
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by
+from qa_lib.loaded import CODE, said_of_changes
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
@@ -284,6 +285,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 say(f"{spec.variant}: skipped, {spec.skip}")
                 record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
                 return
+            _note_code(entry)
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
             kept = [
@@ -303,6 +305,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             entry |= json.loads(
                 json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None
             )
+            _note_code(entry)
             record.finish(run_dir, entry, first["status"], first["error"])
             if outcome["status"] != "oom":
                 raise
@@ -382,6 +385,14 @@ def _note_training(
     if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
         entry["parallel"]["world"] = ranks.world
         entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
+
+
+def _note_code(entry: dict) -> None:
+    """Put into a record that code changed on disk since this process took its digests: what is imported late may be of
+    the one or the other, so that the run's checkpoints are not gone on from."""
+    if changed := CODE.changed():
+        said = f"code: {said_of_changes(changed)} changed on disk since this process began"
+        entry["spec"]["adjusted"].append(said)
 
 
 def _note_ranks(

@@ -211,7 +211,8 @@ def _line(spec: Spec, entry: dict) -> str:
     parts = [f"{_name(spec)}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
-    parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
+    told = ("checkpoint: ", "code: ")
+    parts += [text for text in entry["spec"]["adjusted"] if text.startswith(told)]
     parts += [entry["error"]["message"]] if entry["error"]["message"] else []
     return printable(", ".join(parts))
 
