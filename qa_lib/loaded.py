@@ -8,10 +8,10 @@ later look, leaves a process of which nobody can say what it computes: its check
 All files of the package count, also those that will be added, but for what is listed here.
 """
 
+import contextlib
 import hashlib
 import os
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 # Modules and folders that no process imports in order to train (tests/test_loaded.py holds this), by their places.
@@ -33,37 +33,38 @@ NO_CODE = re.compile(
 )
 
 
-def code_files(package: Path) -> Iterator[Path]:
-    """Every file below a package that may decide what a training computes."""
-    seen = set()
+def code_files(package: Path) -> dict[str, str]:
+    """The path of every file below a package that may decide what a training computes, by its place in the package."""
+    found, seen = {}, set()
     for folder, inner, names in os.walk(package, followlinks=True):
-        place = Path(folder)
-        seen.add(os.path.realpath(place))
-        inner[:] = [
-            name
-            for name in inner
-            if _is_code(package, place / name) and os.path.realpath(place / name) not in seen
-        ]
+        if (whole := os.path.realpath(folder)) in seen:  # a link leads back to it
+            inner.clear()
+            continue
+        seen.add(whole)
+        above = os.path.relpath(folder, package)
+        inner[:] = sorted(name for name in inner if _is_code(above, name))
         for name in names:
-            path = place / name
-            if _is_code(package, path) and path.is_file():
-                yield path
+            path = os.path.join(folder, name)
+            if _is_code(above, name) and os.path.isfile(path):
+                found[_place(above, name)] = path
+    return found
 
 
-def _is_code(package: Path, path: Path) -> bool:
-    return not NO_CODE.fullmatch(path.name) and path.relative_to(package).as_posix() not in APART
+def _is_code(above: str, name: str) -> bool:
+    return not NO_CODE.fullmatch(name) and _place(above, name) not in APART
+
+
+def _place(above: str, name: str) -> str:
+    return os.path.normpath(os.path.join(above, name))
 
 
 def file_digests(package: Path) -> dict[str, str]:
     """SHA-256 (hex) of each of a package's `code_files`, by its place in the package. A file that vanishes meanwhile or
     cannot be read is left out."""
     found = {}
-    for path in code_files(package):
-        try:
-            content = path.read_bytes()
-        except OSError:
-            continue
-        found[path.relative_to(package).as_posix()] = hashlib.sha256(content).hexdigest()
+    for place, path in code_files(package).items():
+        with contextlib.suppress(OSError), open(path, "rb") as stream:
+            found[place] = hashlib.sha256(stream.read()).hexdigest()
     return found
 
 

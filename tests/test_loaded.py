@@ -20,7 +20,7 @@ from qa_lib.train.process_group import ProcessGroup
 from tests.material import ROOT, python, wait_for
 from tests.tiny import planned, quiet
 
-PLACES = sorted(CODE.files)
+PLACES, SPEC = sorted(CODE.files), planned()
 
 
 @pytest.fixture(scope="module")
@@ -43,13 +43,11 @@ class Run:
     """A run of a model of two weights, whose processes have loaded the code of `package`."""
 
     def __init__(self, folder: Path, package: Path):
-        self.folder, self.package, self.spec = folder, package, planned()
+        self.folder, self.package = folder, package
 
     def begin(self, **settings) -> Checkpoint:
         """A new process of the run, at its start, on a machine that makes these of its settings."""
-        spec = dataclasses.replace(
-            self.spec, settings=dataclasses.replace(self.spec.settings, **settings)
-        )
+        spec = dataclasses.replace(SPEC, settings=dataclasses.replace(SPEC.settings, **settings))
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.AdamW(model.parameters())
         scaler = torch.amp.GradScaler("cpu", enabled=False)
