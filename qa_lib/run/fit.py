@@ -35,6 +35,7 @@ from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
+from qa_lib.run.compile_cache import use_compile_cache
 from qa_lib.run.hub import check_own, write_card
 from qa_lib.run.launch import Launcher, is_finished, run_in_turn
 from qa_lib.run.plan import check_planned, plan
@@ -44,7 +45,6 @@ from qa_lib.run.process import (
     WARM,
     check_driver,
     follow_driver,
-    use_compile_cache,
     with_driver,
 )
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
