@@ -1,15 +1,23 @@
 """What compilers keep is taken from a folder that this user alone can have written to, on a way of which that holds."""
 
 import os
+import shlex
 import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils import cpp_extension
 
 from qa_lib.private import plain_path
 from qa_lib.run.compile_cache import PARTS, use_compile_cache
-from tests.material import refused
+from qa_lib.train.compile import use_plain_paths
+from tests.material import ROOT, refused
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
@@ -173,3 +181,62 @@ def test_another_path_is_led_to_by_a_link_which_stays_the_same(tmp_path, odd):
     plain = plain_path(str(folder))
     assert plain == plain_path(str(folder)) and Path(plain, "x").exists()
     assert not set(plain) & set(" '\"\\\n")
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    """A folder with a blank and a quote in its name, as the temporary folder; what says so is as before afterwards."""
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "LIBDIR", str(folder))
+    return folder
+
+
+def test_inductor_finds_all_its_files_by_paths_that_a_command_can_have(odd, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(odd / "cache"))
+    monkeypatch.setattr(torch, "__file__", str(odd / "torch" / "__init__.py"))
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(odd / "torch" / "lib"))
+    use_plain_paths()
+    found = {
+        tempfile.gettempdir(): odd,
+        os.environ["TMPDIR"]: odd,
+        os.environ["TORCHINDUCTOR_CACHE_DIR"]: odd / "cache",
+        cpp_extension.TORCH_LIB_PATH: odd / "torch" / "lib",
+        sysconfig.get_config_var("LIBDIR"): odd,
+    }
+    for path, wanted in found.items():
+        assert os.path.realpath(path) == str(wanted) and shlex.split(path) == [path]
+
+
+def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
+    before = tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH
+    use_plain_paths()
+    assert (tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH) == before
+
+
+def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused("compilers take no path with blanks or quotes.*: set TMPDIR", use_plain_paths)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(tmp_path):
+    """Checkout, environment, temporary folder, compile cache and runs."""
+    place = tmp_path / 'it\'s "my" lab'
+    shutil.copytree(ROOT / "qa_lib", place / "lab" / "qa_lib")
+    environment = place / "an environment"
+    environment.symlink_to(sys.prefix)
+    (place / "temporary files").mkdir()
+    words = ["-m", "qa_lib", "run", "A3", "--preset", "smoke"]
+    words += ["--compile-cache", str(place / "my cache"), "--runs", str(place / "my runs")]
+    done = subprocess.run(
+        [environment / "bin" / "python", *words],
+        cwd=place / "lab",
+        env=os.environ | {"TMPDIR": str(place / "temporary files")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "A3: ok" in done.stdout, done.stdout + done.stderr
