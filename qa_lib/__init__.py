@@ -7,6 +7,8 @@ what it has kept (docs/own-model.md).
 import importlib
 import logging
 
+import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it takes)
+
 # Whichever library imports them, on some machines they warn of kernels that nothing here uses.
 for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)

@@ -22,7 +22,6 @@ from qa_lib.errors import UserError
 from qa_lib.record import new_record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
-from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Machine
 from tests.conftest import slow
 from tests.material import ROOT, python, refused, table
@@ -184,19 +183,3 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, typed):
     monkeypatch.setattr(fit, "fit", trained)
     said = r"A1: ok, F1 81\.50, never answering 90\.00\nruns/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json\n"
     assert re.fullmatch(said, typed("run A1 --preset smoke"))
-
-
-def test_what_compilers_keep_is_taken_from_a_folder_of_ones_own_alone(tmp_path, monkeypatch):
-    for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
-        monkeypatch.setenv(name, "elsewhere")
-    use_compile_cache(None)
-    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
-    own = tmp_path / "a" / "b"
-    use_compile_cache(own)
-    for name, folder in (
-        ("TORCHINDUCTOR_CACHE_DIR", own / "inductor"),
-        ("TRITON_CACHE_DIR", own / "triton"),
-    ):
-        assert os.environ[name] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
-    (own / "triton").chmod(0o770)
-    refused("triton is not yours alone to write to: chmod 700", use_compile_cache, own)

@@ -28,12 +28,14 @@ from qa_lib.cli import own_of
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by
+from qa_lib.loaded import CODE, said_of_changes
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
+from qa_lib.run.compile_cache import use_compile_cache
 from qa_lib.run.hub import check_own, write_card
 from qa_lib.run.launch import Launcher, is_finished, run_in_turn
 from qa_lib.run.plan import check_planned, plan
@@ -43,7 +45,6 @@ from qa_lib.run.process import (
     WARM,
     check_driver,
     follow_driver,
-    use_compile_cache,
     with_driver,
 )
 from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
@@ -287,6 +288,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 say(f"{spec.variant}: skipped, {spec.skip}")
                 record.finish(run_dir, entry, "skipped", {"kind": "skipped", "message": spec.skip})
                 return
+            _note_code(entry)
             record.finish(run_dir, entry, "ok")
             # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
             kept = [
@@ -306,6 +308,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
             entry |= json.loads(
                 json.dumps(entry, default=lambda _: None), parse_constant=lambda _: None
             )
+            _note_code(entry)
             record.finish(run_dir, entry, first["status"], first["error"])
             if outcome["status"] != "oom":
                 raise
@@ -389,6 +392,14 @@ def _note_training(
     if ranks.world != spec.world:  # torchrun's may be fewer after a loss, down to one
         entry["parallel"]["world"] = ranks.world
         entry["spec"]["adjusted"].append(f"world: {ranks.world} processes at the end")
+
+
+def _note_code(entry: dict) -> None:
+    """Put into a record that code changed on disk since this process took its digests: what is imported late may be of
+    the one or the other, so that the run's checkpoints are not gone on from."""
+    if changed := CODE.changed():
+        said = f"code: {said_of_changes(changed)} changed on disk since this process began"
+        entry["spec"]["adjusted"].append(said)
 
 
 def _note_ranks(

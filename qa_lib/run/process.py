@@ -10,7 +10,6 @@ import json
 import os
 import pkgutil
 import signal
-import stat
 import subprocess
 import sys
 import threading
@@ -70,26 +69,6 @@ def child_env(
     if threads:
         changes["OMP_NUM_THREADS"] = str(threads)
     return os.environ | changes
-
-
-def use_compile_cache(folder: Path | None) -> None:
-    """Have this process, and those that it starts, keep what they compile in a folder, and take from there what fits:
-    compilers know by themselves for which GPU, version and code it was made.
-
-    Raises UserError for a folder that somebody else could have written to, since what compilers keep is run.
-    """
-    if folder is None:
-        return
-    for name, part in (("TORCHINDUCTOR_CACHE_DIR", "inductor"), ("TRITON_CACHE_DIR", "triton")):
-        own = folder.absolute() / part
-        for place in (folder, own):
-            place.mkdir(mode=0o700, parents=place == folder, exist_ok=True)
-            found = place.stat()
-            if found.st_uid != os.getuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-                raise UserError(
-                    f"{place} is not yours alone to write to: chmod 700 it, or name another folder"
-                )
-        os.environ[name] = str(own)
 
 
 def with_driver() -> contextlib.AbstractContextManager:

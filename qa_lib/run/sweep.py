@@ -20,6 +20,7 @@ from qa_lib import record
 from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, one_line, printable
 from qa_lib.presets import find_preset
+from qa_lib.run.compile_cache import use_compile_cache
 from qa_lib.run.launch import (
     ROOT,
     Launcher,
@@ -30,7 +31,6 @@ from qa_lib.run.launch import (
     say_idle,
 )
 from qa_lib.run.plan import plan
-from qa_lib.run.process import use_compile_cache
 from qa_lib.spec import Spec
 from qa_lib.variants import FAMILIES, VARIANTS, find_variant
 
@@ -211,7 +211,8 @@ def _line(spec: Spec, entry: dict) -> str:
     parts = [f"{_name(spec)}: {entry['status']}"]
     parts += [f"{wall:.0f} s"] if wall is not None else []
     parts += [f"{entry['task']['label']} {score:.1f}"] if score is not None else []
-    parts += [text for text in entry["spec"]["adjusted"] if text.startswith("checkpoint: ")]
+    told = ("checkpoint: ", "code: ")
+    parts += [text for text in entry["spec"]["adjusted"] if text.startswith(told)]
     parts += [entry["error"]["message"]] if entry["error"]["message"] else []
     return one_line(", ".join(parts))
 

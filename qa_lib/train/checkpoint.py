@@ -1,24 +1,22 @@
 """What an unfinished run needs to go on exactly where it was, and whether it may be believed."""
 
+import dataclasses
 import hashlib
 import json
 import os
-from functools import cache
 from pathlib import Path
 
 import safetensors.torch
 import torch
 from safetensors import safe_open
 
-from qa_lib.data.squad import hash_files
+from qa_lib.loaded import CODE, LoadedCode, said_of_changes
 from qa_lib.measure.hardware import libraries
 from qa_lib.record import RecordError, code_version, writable
 from qa_lib.spec import Spec
 from qa_lib.train.data_parallel import NoParallel, gather, shard
 
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run that is unfinished
-# What decides how a training goes on. A run that is resumed by other code would be neither the one nor the other.
-CODE = ("data", "kernels", "model", "train", "variants.py", "presets.py", "spec.py")
 
 
 class NotBelieved(Exception):
@@ -28,18 +26,31 @@ class NotBelieved(Exception):
 class Checkpoint:
     """All that the rest of a run depends on, in one safetensors file that is replaced atomically.
 
-    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash, the
-    code's and a digest of the tensors, by which `load` knows a file that is damaged, of another run or of other code.
-    Frozen parameters are not in it: the seed or the pretrained checkpoint gives them again.
+    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash, what
+    this machine makes of its settings, the digest of the code that the processes have loaded and one of the tensors. By
+    these `load` knows a file that is damaged, of another run, of other settings or of other code, with which the run
+    would be neither the one nor the other. Frozen parameters are not in it: the seed or the pretrained checkpoint gives
+    them again.
     """
 
-    def __init__(self, run_dir: Path, spec: Spec, model, optimizer, scaler, strategy: NoParallel):
-        """`strategy` is the way in which the processes of the run share it."""
+    def __init__(
+        self,
+        run_dir: Path,
+        spec: Spec,
+        model,
+        optimizer,
+        scaler,
+        strategy: NoParallel,
+        code: LoadedCode = CODE,
+    ):
+        """`strategy` is the way in which the processes of the run share it, `code` what this process has loaded."""
         self.path, self.hash, self.every = (
             run_dir / CHECKPOINT,
             spec.hash,
             spec.preset.checkpoint_every,
         )
+        self.settings = dataclasses.asdict(spec.settings)
+        self.code = code
         self.model, self.optimizer, self.scaler = model, optimizer, scaler
         self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
 
@@ -66,6 +77,7 @@ class Checkpoint:
             drawn["cuda"] = torch.cuda.get_rng_state(self.device)
         for rank, states in enumerate(self.ranks.gather(drawn)):
             tensors |= {f"rng.{kind}.{rank}": state for kind, state in states.items()}
+        codes = self.ranks.gather((self.code.digest, self.code.changed()))
         if not self.ranks.first:
             return
         # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
@@ -73,7 +85,9 @@ class Checkpoint:
         tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
         metadata = {
             "hash": self.hash,
-            "code": code_digest(),
+            "code": sorted({digest for digest, _ in codes}),
+            "changed": sorted({place for _, changed in codes for place in changed}),
+            "settings": self.settings,
             "commit": code_version()["commit"],
             "libraries": libraries(),
             "step": step,
@@ -101,17 +115,25 @@ class Checkpoint:
         """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is
         to be said of it: that other versions of libraries began the run, or why it is not believed. That one is set
         aside as checkpoint.refused until the run ends ok."""
-        found, note = None, None
-        if self.path.exists():
+        seen, found, refusal = self.path.exists(), None, None
+        if seen:
             try:
                 found = self._read()
-                note = _changed(found[0]["libraries"])
             except NotBelieved as reason:
-                note = f"began anew, since its checkpoint {reason}"
-        self.ranks.gather(None)  # all have read it before the first sets it aside
-        if note and not found and self.ranks.first:
+                refusal = str(reason)
+        # All have read it before the first sets it aside, and none goes on from what another does not believe or see.
+        answers = self.ranks.gather((seen, refusal))
+        if not any(others_see for others_see, _ in answers):
+            return 0, None
+        refusals = [reason for _, reason in answers if reason]
+        if not all(others_see for others_see, _ in answers):
+            refusals.append("is not there for all processes of the run")
+        if not refusals:
+            state, tensors = found
+            return self._restore(state, tensors), _other_libraries(state["libraries"])
+        if self.ranks.first and seen:
             self.path.replace(self.path.with_suffix(".refused"))
-        return self._restore(*found) if found else 0, note
+        return 0, f"began anew, since its checkpoint {refusals[0]}"
 
     def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
         """The file's metadata and tensors. Raises NotBelieved."""
@@ -119,19 +141,28 @@ class Checkpoint:
             with safe_open(self.path, "pt") as stored:
                 state = json.loads(stored.metadata()["state"])
                 tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-            found = {
-                name: state[name] for name in ("hash", "code", "digest", "commit", "libraries")
-            }
+            names = ("hash", "code", "digest", "commit", "libraries")
+            run, code, digest, commit, _ = (state[name] for name in names)
         except (
             Exception
         ) as problem:  # whatever safetensors, JSON and this layout make of a damaged file
             raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
-        if found["hash"] != self.hash:
+        if run != self.hash:
             raise NotBelieved("is of another run")
-        if found["code"] != code_digest():
-            raise NotBelieved(f"is of other code (commit {str(found['commit'])[:7]})")
-        if state.pop("digest") != digest_of(tensors, state):
+        del state["digest"]
+        if digest != digest_of(tensors, state):
             raise NotBelieved("is damaged: its digest is not that of what it holds")
+        if code != [self.code.digest]:
+            raise NotBelieved(f"is of other code (commit {str(commit)[:7]})")
+        if state["changed"]:
+            places = said_of_changes(state["changed"])
+            raise NotBelieved(f"is of a process whose code changed while it ran ({places})")
+        if changed := self.code.changed():
+            places = said_of_changes(changed)
+            raise NotBelieved(f"needs code that has changed since this process began ({places})")
+        if state["settings"] != self.settings:
+            other = _other_settings(state["settings"], self.settings)
+            raise NotBelieved(f"is of other settings: {other}")
         return state, tensors
 
     def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
@@ -167,7 +198,7 @@ class Checkpoint:
         }
 
 
-def _changed(before: dict[str, str | None]) -> str | None:
+def _other_libraries(before: dict[str, str | None]) -> str | None:
     """Which libraries have another version than those that a run began with, in words; None where none has."""
     now = libraries()
     other = [
@@ -178,6 +209,15 @@ def _changed(before: dict[str, str | None]) -> str | None:
     return f"went on under {', '.join(other)}" if other else None
 
 
+def _other_settings(before: dict[str, object], now: dict[str, object]) -> str:
+    """In words: which settings this machine has otherwise than the one, or the time, that a run began on."""
+    return ", ".join(
+        f"{name} is {now[name]} on this machine (it began with {before.get(name)})"
+        for name in now
+        if now[name] != before.get(name)
+    )
+
+
 def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:
     """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
@@ -186,14 +226,3 @@ def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) ->
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.reshape(-1).view(torch.uint8).numpy())
     return digest.hexdigest()
-
-
-@cache
-def code_digest(package: Path = Path(__file__).parents[1]) -> str:
-    """SHA-256 (hex) over the sources in CODE, and the data files beside them."""
-    paths = (package / name for name in CODE)
-    return hash_files(
-        source
-        for path in paths
-        for source in ([path] if path.is_file() else sorted(path.glob("*.*")))
-    )

@@ -15,6 +15,9 @@ again from other values that are kept, it leaves out, unless a GEMM needs it as 
 layer norms, a third of all that BERT keeps. Variant E-recompute-elementwise leaves these out as well: each is written
 once more, and no GEMM is repeated, as it is where whole layers are recomputed (variant C2)."""
 
+import os
+import sysconfig
+import tempfile
 from collections.abc import Callable
 from functools import partial
 
@@ -26,6 +29,7 @@ from torch.nn import functional as F
 from qa_lib.kernels.common import found_compiled
 from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from qa_lib.model.packed import RegionalModel
+from qa_lib.private import BREAKS_A_COMMAND, plain_path
 from qa_lib.variants import Settings
 
 
@@ -83,12 +87,35 @@ def compiled(model: torch.nn.Module, settings: Settings):
         # Inductor would do so itself, and first write a log line of all that leads to the operator: in PyTorch 2.11 it
         # takes twice as long for every layer, and hours for twelve.
         make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, require_contiguous, warn=False)
+    if backend == "inductor":
+        use_plain_paths()
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
     return (
         RegionalModel(model.model, by_backend)
         if settings.compile == "regional"
         else by_backend(model)
     )
+
+
+def use_plain_paths() -> None:
+    """Have Inductor's C++ compiler find its files by paths without blanks and quotes.
+
+    Inductor does not quote the paths of temporary files, of its cache, of PyTorch's libraries and of Python's in the
+    command that it gives the compiler, and all of these may lie anywhere. Paths that can be in a command stay as they
+    are. Raises UserError where no link can stand for one that cannot.
+    """
+    temporary = tempfile.gettempdir()
+    if BREAKS_A_COMMAND.search(temporary):
+        tempfile.tempdir = os.environ["TMPDIR"] = plain_path(temporary)
+    if cache := os.environ.get("TORCHINDUCTOR_CACHE_DIR"):  # else it is a temporary folder
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = plain_path(os.path.abspath(cache))
+    if BREAKS_A_COMMAND.search(torch.__file__):
+        from torch.utils import cpp_extension  # which Inductor asks for this path
+
+        cpp_extension.TORCH_LIB_PATH = plain_path(cpp_extension.TORCH_LIB_PATH)
+    variables = sysconfig.get_config_vars()
+    if variables.get("LIBDIR"):
+        variables["LIBDIR"] = plain_path(variables["LIBDIR"])
 
 
 def start_compilers(settings: Settings, device: torch.device) -> None:

@@ -1,0 +1,242 @@
+"""What compilers keep is taken from a folder that this user alone can have written to, on a way of which that holds."""
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils import cpp_extension
+
+from qa_lib.private import plain_path
+from qa_lib.run.compile_cache import PARTS, use_compile_cache
+from qa_lib.train.compile import use_plain_paths
+from tests.material import ROOT, refused
+
+NOBODY = 65534
+as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another user")
+
+
+@pytest.fixture(autouse=True)
+def unchanged(monkeypatch):
+    """Neither the environment nor the mask of new files is another one after a test."""
+    for name in PARTS:
+        monkeypatch.setenv(name, "elsewhere")
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
+
+
+@pytest.fixture
+def kept(tmp_path):
+    """A cache that has been used, with a file in each of its parts."""
+    folder = tmp_path / "above" / "cache"
+    use_compile_cache(folder)
+    for name in PARTS.values():
+        (folder / name / "ab").mkdir()
+        (folder / name / "ab" / "kernel.py").write_text("")
+    return folder
+
+
+def test_compilers_keep_their_files_in_a_folder_that_nobody_else_may_enter(tmp_path):
+    use_compile_cache(None)
+    assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+    folder = tmp_path / "a" / "b"
+    use_compile_cache(folder)
+    for variable, name in PARTS.items():
+        assert os.environ[variable] == str(folder / name)
+        assert (folder / name).stat().st_mode & 0o777 == 0o700
+
+
+def test_a_cache_is_used_again_whatever_the_mask_of_new_files_was(tmp_path):
+    os.umask(0o002)
+    use_compile_cache(tmp_path / "cache")
+    file = tmp_path / "cache" / "inductor" / "ab" / "kernel.py"
+    file.parent.mkdir()
+    file.write_text("")
+    use_compile_cache(tmp_path / "cache")
+
+
+def for_all(path: Path) -> None:
+    path.chmod(path.stat().st_mode | 0o002)
+
+
+def for_a_group(path: Path) -> None:
+    os.chown(path, -1, NOBODY)
+    path.chmod(path.stat().st_mode | 0o020)
+
+
+def anothers(path: Path) -> None:
+    os.chown(path, NOBODY, -1)
+
+
+WAYS = [for_all, pytest.param(for_a_group, marks=as_root), pytest.param(anothers, marks=as_root)]
+PLACES = [".", "inductor", "triton", "inductor/ab", "triton/ab/kernel.py"]
+
+
+@pytest.mark.parametrize("open_to_others", WAYS)
+@pytest.mark.parametrize("place", PLACES)
+def test_what_others_could_have_written_is_to_be_removed(kept, place, open_to_others):
+    offending = kept / place
+    open_to_others(offending)
+    said = refused("is not yours alone to write to", use_compile_cache, kept)
+    removed = kept / Path(place).parts[0] if place != "." else kept
+    assert said.startswith(f"{offending} ") and said.endswith(f"remove it: rm -r {removed}")
+    assert "chmod" not in said
+    shutil.rmtree(removed)
+    use_compile_cache(kept)
+
+
+def test_a_folder_that_holds_more_than_the_cache_is_not_to_be_removed(kept):
+    (kept / "thesis.tex").write_text("")
+    for_all(kept)
+    said = refused("not yours alone to write to", use_compile_cache, kept)
+    assert "rm -r" not in said and said.endswith("name another folder")
+
+
+@pytest.mark.parametrize("open_to_others", WAYS)
+def test_a_parent_that_others_can_change_is_named(kept, open_to_others):
+    open_to_others(kept.parent)
+    said = refused("is for others to change: name a folder below", use_compile_cache, kept)
+    assert said.startswith(f"{kept.parent}, on the way to {kept}, ")
+
+
+def test_a_parent_that_others_can_change_is_refused_before_anything_is_made_there(tmp_path):
+    for_all(tmp_path)
+    refused("is for others to change", use_compile_cache, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_parent_where_each_removes_their_own_alone_is_none_that_others_can_change(kept):
+    kept.parent.chmod(0o1777)
+    use_compile_cache(kept)
+
+
+@as_root
+def test_a_link_of_another_user_on_the_way_is_refused_and_ones_own_is_not(kept, tmp_path):
+    link = tmp_path / "link"
+    link.symlink_to(kept.parent)
+    use_compile_cache(link / "cache")
+    os.chown(link, NOBODY, -1, follow_symlinks=False)
+    said = refused("is for others to change", use_compile_cache, link / "cache")
+    assert said.startswith(f"{link}, on the way to ")
+
+
+def test_what_a_link_on_the_way_leads_through_is_looked_at(kept, tmp_path):
+    (tmp_path / "link").symlink_to("above/cache")
+    (tmp_path / "link to a link").symlink_to(tmp_path / "link")
+    use_compile_cache(tmp_path / "link to a link")
+    for_all(kept.parent)
+    refused("above, on the way to", use_compile_cache, tmp_path / "link to a link")
+
+
+@pytest.mark.parametrize("target", ["../../../outside", "/etc/passwd", "nowhere/../../../gone"])
+def test_a_link_that_leads_out_of_the_cache_is_refused_and_one_within_is_not(
+    kept, target, tmp_path
+):
+    (tmp_path / "outside").mkdir()
+    (kept / "inductor" / "within").symlink_to("ab")
+    use_compile_cache(kept)
+    link = kept / "inductor" / "ab" / "link"
+    link.symlink_to(target)
+    assert refused("remove it", use_compile_cache, kept).startswith(f"{link} ")
+
+
+def test_a_part_of_the_cache_that_is_a_link_is_refused(kept, tmp_path):
+    shutil.move(kept / "triton", tmp_path / "triton")
+    (kept / "triton").symlink_to(tmp_path / "triton")
+    refused(r"triton is no folder: remove it: rm /", use_compile_cache, kept)
+
+
+@pytest.mark.parametrize("odd", ["a\nb", "a\tb", "a\x1b[2Jb", "a\x7fb"])
+def test_a_name_that_does_not_print_is_one_line(tmp_path, odd):
+    said = refused("does not print", use_compile_cache, tmp_path / odd)
+    assert said.isprintable() and not list(tmp_path.iterdir())
+
+
+def test_many_files_are_looked_at_in_a_moment(kept):
+    for number in range(20_000):
+        os.close(os.open(kept / "triton" / "ab" / str(number), os.O_CREAT | os.O_WRONLY))
+    begin = time.process_time()
+    use_compile_cache(kept)
+    assert time.process_time() - begin < 3
+
+
+def test_a_path_that_a_command_can_have_is_itself(tmp_path):
+    assert plain_path(str(tmp_path)) == str(tmp_path)
+    assert plain_path("/a/ü$;&*(x)") == "/a/ü$;&*(x)"
+
+
+@pytest.mark.parametrize("odd", ["a b", "it's", 'a"b', "a\\b", "a\nb"])
+def test_another_path_is_led_to_by_a_link_which_stays_the_same(tmp_path, odd):
+    folder = tmp_path / odd
+    folder.mkdir()
+    (folder / "x").touch()
+    plain = plain_path(str(folder))
+    assert plain == plain_path(str(folder)) and Path(plain, "x").exists()
+    assert not set(plain) & set(" '\"\\\n")
+
+
+@pytest.fixture
+def odd(tmp_path, monkeypatch):
+    """A folder with a blank and a quote in its name, as the temporary folder; what says so is as before afterwards."""
+    folder = tmp_path / "it's a folder"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", cpp_extension.TORCH_LIB_PATH)
+    monkeypatch.setitem(sysconfig.get_config_vars(), "LIBDIR", str(folder))
+    return folder
+
+
+def test_inductor_finds_all_its_files_by_paths_that_a_command_can_have(odd, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(odd / "cache"))
+    monkeypatch.setattr(torch, "__file__", str(odd / "torch" / "__init__.py"))
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(odd / "torch" / "lib"))
+    use_plain_paths()
+    found = {
+        tempfile.gettempdir(): odd,
+        os.environ["TMPDIR"]: odd,
+        os.environ["TORCHINDUCTOR_CACHE_DIR"]: odd / "cache",
+        cpp_extension.TORCH_LIB_PATH: odd / "torch" / "lib",
+        sysconfig.get_config_var("LIBDIR"): odd,
+    }
+    for path, wanted in found.items():
+        assert os.path.realpath(path) == str(wanted) and shlex.split(path) == [path]
+
+
+def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
+    before = tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH
+    use_plain_paths()
+    assert (tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH) == before
+
+
+def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    refused("compilers take no path with blanks or quotes.*: set TMPDIR", use_plain_paths)
+
+
+@pytest.mark.slow
+def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(tmp_path):
+    """Checkout, environment, temporary folder, compile cache and runs."""
+    place = tmp_path / 'it\'s "my" lab'
+    shutil.copytree(ROOT / "qa_lib", place / "lab" / "qa_lib")
+    environment = place / "an environment"
+    environment.symlink_to(sys.prefix)
+    (place / "temporary files").mkdir()
+    words = ["-m", "qa_lib", "run", "A3", "--preset", "smoke"]
+    words += ["--compile-cache", str(place / "my cache"), "--runs", str(place / "my runs")]
+    done = subprocess.run(
+        [environment / "bin" / "python", *words],
+        cwd=place / "lab",
+        env=os.environ | {"TMPDIR": str(place / "temporary files")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "A3: ok" in done.stdout, done.stdout + done.stderr

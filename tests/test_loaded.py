@@ -1,0 +1,292 @@
+"""A checkpoint is gone on from by the code and the settings that it is of: whichever file is edited, and whenever."""
+
+import dataclasses
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from qa_lib.loaded import APART, CODE, LoadedCode, file_digests
+from qa_lib.record import read_record
+from qa_lib.run import fit as fitting
+from qa_lib.train import checkpoint as checkpoints
+from qa_lib.train.checkpoint import CHECKPOINT, Checkpoint
+from qa_lib.train.data_parallel import NoParallel
+from qa_lib.train.process_group import ProcessGroup
+from tests.material import ROOT, python, wait_for
+from tests.tiny import planned, quiet
+
+PLACES, SPEC = sorted(CODE.files), planned()
+
+
+@pytest.fixture(scope="module")
+def package(tmp_path_factory):
+    """A copy of the package, which tests may edit; each leaves it as it was."""
+    folder = tmp_path_factory.mktemp("code") / "qa_lib"
+    return shutil.copytree(
+        ROOT / "qa_lib", folder, ignore=shutil.ignore_patterns("__pycache__", ".*")
+    )
+
+
+def edit(path: Path) -> bytes:
+    """Change one byte of a file, or give an empty one a byte; what it was before."""
+    before = path.read_bytes()
+    path.write_bytes(bytes([before[0] ^ 1]) + before[1:] if before else b"#")
+    return before
+
+
+class Run:
+    """A run of a model of two weights, whose processes have loaded the code of `package`."""
+
+    def __init__(self, folder: Path, package: Path):
+        self.folder, self.package = folder, package
+
+    def begin(self, **settings) -> Checkpoint:
+        """A new process of the run, at its start, on a machine that makes these of its settings."""
+        spec = dataclasses.replace(SPEC, settings=dataclasses.replace(SPEC.settings, **settings))
+        model = torch.nn.Linear(1, 1)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        alone = NoParallel(model, ProcessGroup(torch.device("cpu")), spec.settings)
+        code = LoadedCode(self.package)
+        return Checkpoint(self.folder, spec, model, optimizer, scaler, alone, code)
+
+
+@pytest.fixture
+def run(tmp_path, package, monkeypatch):
+    monkeypatch.setattr(checkpoints, "code_version", lambda: {"commit": "a1" * 20})  # asks git
+    return Run(tmp_path, package)
+
+
+def test_a_run_of_the_same_code_goes_on(run):
+    run.begin().save(7)
+    assert run.begin().load() == (7, None)
+
+
+def refused(loaded: tuple[int, str | None]) -> str:
+    """Why a run did not go on from its checkpoint."""
+    step, note = loaded
+    assert step == 0 and note.startswith("began anew, since its checkpoint ") and "\n" not in note
+    return note
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_an_edit_of_any_file_at_any_moment_is_not_gone_on_from(run, package, place):
+    path = package / place
+    # Before the run begins; it is changed back before the run is resumed.
+    before = edit(path)
+    run.begin().save(7)
+    path.write_bytes(before)
+    assert "is of other code (commit" in refused(run.begin().load())
+    # Between the begin and the first checkpoint: what was edited may have been imported, or not.
+    process = run.begin()
+    edit(path)
+    process.save(7)
+    assert "is of other code (commit" in refused(run.begin().load())
+    path.write_bytes(before)
+    process.save(7)
+    said = f"is of a process whose code changed while it ran ({place})"
+    assert said in refused(run.begin().load())
+    # Between the checkpoint and the process that resumes.
+    run.begin().save(7)
+    edit(path)
+    assert "is of other code (commit" in refused(run.begin().load())
+    path.write_bytes(before)
+    # And after the process that resumes has begun.
+    run.begin().save(7)
+    process = run.begin()
+    edit(path)
+    said = f"needs code that has changed since this process began ({place})"
+    assert said in refused(process.load())
+    path.write_bytes(before)
+
+
+def test_a_file_that_is_new_or_gone_or_has_another_name_is_an_edit(run, package):
+    old, new = package / "train" / "loop.py", package / "train" / "loops.py"
+    for change, undo in (
+        (lambda: new.write_text(""), new.unlink),
+        (lambda: old.rename(new), lambda: new.rename(old)),
+    ):
+        run.begin().save(7)
+        change()
+        refused(run.begin().load())
+        undo()
+
+
+def test_tables_beside_the_code_are_code():
+    tables = "adjustments.csv conflicts.csv needs.csv lacks.csv variants.csv recipes.toml presets.toml tasks.toml"
+    beside = {*tables.split(), "train/deepspeed.json", "data/english.json", "run/squad_lengths.csv"}
+    assert beside <= CODE.files.keys()
+
+
+NO_CODE = [
+    ".ipynb_checkpoints/loop-checkpoint.py",
+    ".loop.py.swp",
+    ".#loop.py",
+    "loop.py~",
+    "#loop.py#",
+    "loop.py.orig",
+    "loop.py.rej",
+    "4913",
+    "__pycache__/loop.cpython-311.pyc",
+    ".DS_Store",
+    ".idea/x/y.py",
+    "Untitled.ipynb",
+]
+
+
+@pytest.mark.parametrize("name", NO_CODE)
+@pytest.mark.parametrize("below", [".", "train", "kernels"])
+def test_what_editors_and_jupyter_leave_is_no_code(run, package, below, name):
+    path = package / below / name
+    process = run.begin()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("x")
+    try:
+        process.save(7)
+        assert run.begin().load() == (7, None)
+    finally:
+        path.unlink()
+        if path.parent.name.startswith((".", "__")):
+            shutil.rmtree(package / below / Path(name).parts[0])
+
+
+ODD = {
+    "a link to nowhere": lambda path: path.symlink_to("nowhere"),
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_what_is_no_file_ends_no_run(run, package, kind):
+    path = package / "train" / "odd.py"
+    ODD[kind](path)
+    try:
+        run.begin().save(7)
+        assert run.begin().load() == (7, None)
+    finally:
+        path.rmdir() if path.is_dir() else path.unlink()
+
+
+def test_a_name_that_is_no_utf_8_and_a_link_to_its_own_folder_are_borne(run, package):
+    odd, loop = package / os.fsdecode(b"\xff.py"), package / "train" / "self"
+    process = run.begin()
+    odd.write_text("x")
+    loop.symlink_to(".")
+    try:
+        process.save(7)
+        assert "\ufffd" not in refused(run.begin().load())
+        run.begin().save(7)
+        assert run.begin().load() == (7, None)
+    finally:
+        odd.unlink()
+        loop.unlink()
+
+
+def test_code_in_a_linked_folder_is_code(package, tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "x.py").write_text("")
+    link = package / "linked"
+    link.symlink_to(tmp_path / "elsewhere")
+    try:
+        assert "linked/x.py" in file_digests(package)
+    finally:
+        link.unlink()
+
+
+def test_what_a_machine_makes_of_the_settings_is_compared(run):
+    run.begin().save(7)
+    note = refused(run.begin(dropout="none", micro_batch=4).load())
+    assert "is of other settings: dropout is none on this machine (it began with philox)" in note
+    assert "micro_batch is 4" in note
+
+
+def test_processes_of_other_code_leave_no_checkpoint_that_is_believed(run, monkeypatch):
+    process = run.begin()
+    gather = process.ranks.gather
+    monkeypatch.setattr(
+        process.ranks,
+        "gather",
+        lambda own: [own, ("of another host", [])] if isinstance(own, tuple) else gather(own),
+    )
+    process.save(7)
+    assert "is of other code" in refused(run.begin().load())
+
+
+def test_a_checkpoint_that_one_process_does_not_believe_is_gone_on_from_by_none(run, monkeypatch):
+    run.begin().save(7)
+    process = run.begin()
+    monkeypatch.setattr(process.ranks, "gather", lambda own: [own, (True, "is of other code")])
+    assert "is of other code" in refused(process.load())
+
+
+def test_the_record_says_which_code_changed_while_the_run_was_at_work(
+    package, tmp_path, monkeypatch
+):
+    code = LoadedCode(package)
+    before = edit(package / "train" / "optim.py")
+    monkeypatch.setattr(fitting, "CODE", code)
+    spec = planned(sizes={"steps": 2, "epochs": None, "measure_from": 1})
+    entry = fitting.fit(spec, tmp_path / "runs", say=quiet)
+    (package / "train" / "optim.py").write_bytes(before)
+    said = "code: train/optim.py changed on disk since this process began"
+    assert entry["status"] == "ok" and said in entry["spec"]["adjusted"]
+
+
+def test_no_process_that_trains_imports_what_is_left_out():
+    """The tables and modules that are no part of the digest."""
+    assert all((ROOT / "qa_lib" / place).exists() for place in APART)
+    engines = ", ".join(f"qa_lib.train.{name}" for name in ("loop", "trainer", "plain"))
+    done = python("-c", f"import sys, qa_lib.run.fit, {engines}; print(*sys.modules)")
+    loaded = {name.removeprefix("qa_lib.") for name in done.stdout.split()}
+    apart = {place.removesuffix(".py").replace("/", ".") for place in APART}
+    assert not loaded & apart and "train.loop" in loaded
+
+
+def test_the_digests_are_taken_before_any_other_module_is_imported():
+    done = python(
+        "-c", "import sys, qa_lib; print(*(name for name in sys.modules if 'qa_lib' in name))"
+    )
+    assert sorted(done.stdout.split()) == ["qa_lib", "qa_lib.loaded"]
+
+
+CLIP = ("train/optim.py", "CLIP = 1.0", "CLIP = 0.001")
+DROPOUT = ("adjustments.csv", "why\n", "why\npadding!=packed,0,1,dropout,none,for a trial\n")
+EDITS = {  # the file, what of it is changed, and after how many steps of the run
+    "after its begin": (*CLIP, 1),
+    "after its checkpoint": (*CLIP, 150),
+    "in a table after its checkpoint": (*DROPOUT, 150),
+}
+
+
+def steps_logged(runs: Path) -> int:
+    """How many steps the runs of a folder have logged."""
+    return sum(log.read_bytes().count(b"\n") for log in runs.glob("*/*/steps.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", EDITS)
+def test_a_killed_run_whose_code_is_edited_begins_anew(when, tmp_path):
+    """A run of A1 with a checkpoint every 100 of its 400 steps, killed after the first of them."""
+    place, old, new, steps = EDITS[when]
+    lab = tmp_path / "lab"
+    shutil.copytree(ROOT / "qa_lib", lab / "qa_lib")
+    words = ["-m", "qa_lib", "run", "A1", "--preset", "smoke", "--runs", str(tmp_path / "runs")]
+    process = subprocess.Popen([sys.executable, *words], cwd=lab)
+    wait_for(lambda: steps_logged(tmp_path / "runs") >= steps)
+    path = lab / "qa_lib" / place
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new, 1))
+    wait_for(lambda: list((tmp_path / "runs").glob(f"*/A1-*/{CHECKPOINT}")))
+    process.kill()
+    process.wait()
+    python(*words, cwd=lab)
+    (record,) = (tmp_path / "runs").glob("*/A1-*/record.json")
+    entry = read_record(record.parent)
+    assert entry["status"] == "ok" and entry["time"]["resumed_from_step"] is None
+    assert any("its checkpoint is of other code" in said for said in entry["spec"]["adjusted"])
