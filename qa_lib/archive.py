@@ -9,7 +9,7 @@ import argparse
 import io
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import lru_cache
 from glob import escape
@@ -119,6 +119,12 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
             yield Run(entry, run_dir)
         except RecordError as problem:
             left_out(run_dir.parent.name, problem)
+
+
+def own_groups(found: Iterable[Run]) -> set[str]:
+    """The groups of which some run is in a folder below the runs folder: these are one's own. Archived runs are
+    committed evidence, so that a fresh checkout has no group of one's own, and this is empty."""
+    return {run.record["group"] for run in found if run.folder is not None}
 
 
 def _archived(runs: Path, group: str | None, left_out: Callable) -> Iterator[Run]:
