@@ -14,8 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
+from types import NoneType
 
-import gradio as gr
 import pandas as pd
 from starlette.applications import Starlette
 from tqdm import tqdm
@@ -29,7 +29,11 @@ from qa_lib.report.style import figures_of
 from qa_lib.report.summary import result_table, summary
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
-from qa_lib.serving import guards, listen, names, serve
+from qa_lib.serving import Page, guards, listen, names, past_proxies, serve
+
+# Gradio makes a client of its own when it is imported, which fails for a proxy that httpx lacks a package for.
+with past_proxies(share=False):
+    import gradio as gr
 
 MAX_QUESTION = 1_000  # characters
 WAITING = 256  # events that may wait; the next is told that the queue is full
@@ -46,9 +50,17 @@ LOOK = {
     "footer_links": [],
 } | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
+# What the page sends as a component's value. None: nothing is chosen, or the number's box is empty.
+SENDS = {
+    gr.Textbox: (str,),
+    gr.Dropdown: (str, NoneType),
+    gr.Number: (int, float, NoneType),
+    gr.Slider: (int, float, NoneType),
+}
 # One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
 # memory of its own. It imports torch, too, while the page is being read.
 WORKER = ThreadPoolExecutor(1)
+NOTHING_KEPT = ["", None, None, None]  # see `kept`
 
 
 def answer(choice, question: str, context: str) -> dict:
@@ -80,17 +92,37 @@ def _ask(folder: Path, question: str, context: str) -> dict:
     return ask(folder, question, context)
 
 
-def decided(found: dict, threshold: float) -> tuple[str, str]:
-    """The answer that a threshold for "no answer" leaves of what was found, and the paragraph as HTML with the answer
+def kept(found: dict) -> tuple[str, int | None, int | None, float | None]:
+    """What the page keeps of what was found: the paragraph, where the best answer begins and ends, and the margin of
+    "no answer" over it; None where no part of the paragraph can be the answer."""
+    best = next((entry for entry in found["nbest"] if entry["text"]), {})
+    return found["context"], best.get("begin"), best.get("end"), found["margin"]
+
+
+def decided(
+    context: str, begin: int | None, end: int | None, margin: float | None, threshold: float
+) -> tuple[str, str]:
+    """The answer that a threshold for "no answer" leaves of what was `kept`, and the paragraph as HTML with the answer
     marked."""
-    best = next((entry for entry in found["nbest"] if entry["text"]), None)
-    context, margin = found["context"], found["margin"]
-    if best is None or margin is None or margin > threshold:
+    if begin is None or end is None or margin is None or margin > threshold:
         return "No answer", f'<div class="text">{escape(context)}</div>'
-    before, text, after = (
-        escape(part) for part in (context[: best["begin"]], best["text"], context[best["end"] :])
-    )
-    return best["text"], f'<div class="text">{before}<mark>{text}</mark>{after}</div>'
+    before, text, after = context[:begin], context[begin:end], context[end:]
+    marked = f"{escape(before)}<mark>{escape(text)}</mark>{escape(after)}"
+    return text, f'<div class="text">{marked}</div>'
+
+
+def decided_again(
+    context: str,
+    begin: float | None,
+    end: float | None,
+    margin: float | None,
+    threshold: float | None,
+) -> tuple[str, str]:
+    """What `decided` makes of the values that the page has sent."""
+    if threshold is None:  # the number's box is empty
+        return gr.skip(), gr.skip()
+    begin, end = (None if place is None else int(place) for place in (begin, end))
+    return decided(context, begin, end, margin, threshold)
 
 
 def details(found: dict) -> str:
@@ -137,6 +169,14 @@ def build(models: Choices, runs: Path, figures: Path) -> gr.Blocks:
     return demo.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
 
 
+def page_of(demo: gr.Blocks) -> Page:
+    """What the page can send, for the guards of its server."""
+    events = {
+        number: [SENDS[type(block)] for block in event.inputs] for number, event in demo.fns.items()
+    }
+    return Page(events, demo._queue.pending_messages_per_session)
+
+
 def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
     listed = models.listed()
     if not listed:
@@ -164,7 +204,7 @@ def _ask_tab(demo: gr.Blocks, models: Choices) -> None:
         other = (
             _answered(models, second, context, question)
             if second
-            else [gr.update(visible=False)] * 5 + [None]
+            else [gr.update(visible=False)] * 5 + NOTHING_KEPT
         )
         return [*_answered(models, first or "", context, question), *other]
 
@@ -205,7 +245,7 @@ def _examples() -> list[tuple[str, str, str]]:
 
 def _card() -> list:
     """The components that show one model's answer: their column, the answer, the paragraph, the threshold, the list of
-    the best, and what was found, which stays with the page."""
+    the best, and four for what is `kept`, which stays with the page."""
     with gr.Column(visible=False) as column:
         answer = gr.Textbox(label="Answer", interactive=False, elem_classes="answer")
         paragraph = gr.HTML(elem_classes="shown paragraph")
@@ -213,9 +253,14 @@ def _card() -> list:
             -10, 10, precision=3, label="Threshold for “no answer”", buttons=[], interactive=True
         )
         best = gr.HTML(elem_classes="shown")
-        found = gr.JSON(visible=False)
-    slider.input(decided, [found, slider], [answer, paragraph], trigger_mode="always_last", **QUIET)
-    return [column, answer, paragraph, slider, best, found]
+        # Not as one JSON value: a dict from a request could name a file (see serving.py).
+        held = [gr.Textbox(visible=False), *(gr.Number(visible=False) for _ in range(3))]
+    # Not pre-processed: Gradio takes no empty number for a slider.
+    slider.input(
+        decided_again, [*held, slider], [answer, paragraph], preprocess=False,
+        trigger_mode="always_last", **QUIET,
+    )  # fmt: skip
+    return [column, answer, paragraph, slider, best, *held]
 
 
 def _answered(models: Choices, key: str, context: str, question: str) -> list:
@@ -225,9 +270,9 @@ def _answered(models: Choices, key: str, context: str, question: str) -> list:
         found = answer(choice, question, context)
     except UserError as problem:
         told = gr.update(value=str(problem), label=choice.name if choice else "Model")
-        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
+        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, *NOTHING_KEPT]
     own = 0.0 if math.isnan(choice.threshold) else round(choice.threshold, 3)
-    text, paragraph = decided(found, own)
+    text, paragraph = decided(*kept(found), own)
     reach = math.ceil(max(10, abs(own) + 1, abs(found["margin"] or 0) + 1))
     return [
         gr.update(visible=True),
@@ -235,7 +280,7 @@ def _answered(models: Choices, key: str, context: str, question: str) -> list:
         gr.update(value=paragraph, visible=True),
         gr.update(value=own, minimum=-reach, maximum=reach, visible=True),
         gr.update(value=details(found), visible=True),
-        found,
+        *kept(found),
     ]
 
 
@@ -336,10 +381,11 @@ def app(
     # Colab's proxy and public links call it by other names.
     hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")
     demo = build(Choices(named(list(models)), Path(runs)), Path(runs), Path(figures))
-    demo.launch(
-        inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
-        app_kwargs={"middleware": guards(hosts, "*")}, **LOOK,
-    )  # fmt: skip
+    with past_proxies(share):
+        demo.launch(
+            inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
+            app_kwargs={"middleware": guards(hosts, page_of(demo), "*")}, **LOOK,
+        )  # fmt: skip
     return demo
 
 
@@ -353,7 +399,8 @@ def main(args: argparse.Namespace) -> int:
     address, port = listener.getsockname()[:2]
     demo = build(models, args.runs, args.figures)
     hosts = names(args.host, address)
-    parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
+    frames = "*" if "*" in hosts else "'none'"
+    parent = Starlette(middleware=guards(hosts, page_of(demo), frames))
     gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)
     for choice in models.listed()[:1]:
         WORKER.submit(
