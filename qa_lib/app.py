@@ -20,10 +20,11 @@ import pandas as pd
 from starlette.applications import Starlette
 from tqdm import tqdm
 
+from qa_lib.archive import Run, own_groups, read_runs
 from qa_lib.data.squad import MAX_CONTEXT, open_source
-from qa_lib.errors import UserError, first_line
+from qa_lib.errors import UserError, first_line, printable
 from qa_lib.record import RecordError, read_record, run_files
-from qa_lib.report.load import load_runs, newest, searches, select
+from qa_lib.report.load import as_frame, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
 from qa_lib.report.summary import result_table, summary
@@ -305,40 +306,60 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
 def dashboard(
     runs_dir: Path, figures_dir: Path, wanted: str = ""
 ) -> tuple[list[str], str | None, str]:
-    """The groups that there are, the `wanted` one or else the newest, and the report of that as HTML. What cannot be
-    read or shown costs a sentence."""
+    """The groups that there are, the `wanted` one or else the first, and its report as HTML.
+
+    One's own groups come first, the newest of them before the others. What cannot be read costs a
+    sentence, and what cannot be shown its own group's table alone.
+    """
     broken = defaultdict(list)
-    groups, name, said, shown = [], None, [], []
+
+    def left_out(group: str, problem: RecordError) -> None:
+        # Names of files may hold bytes that are no text, which no page can be sent.
+        broken[printable(group)].append(str(problem))
+
+    found = read_runs(runs_dir, left_out=left_out)
+    own = own_groups(found) | {group for group in broken if (runs_dir / group).is_dir()}
+    groups = groups_of(found, own, set(broken))
+    name = wanted if wanted in groups else next(iter(groups), None)
+    chosen = [run for run in found if run.record["group"] == name]
+    bad = broken.get(name, [])
+    said = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in bad]
+    shown = []
     try:
-        runs = load_runs(runs_dir, lambda group, problem: broken[group].append(str(problem)))
-        began = newest(runs)
-        groups = sorted(
-            sorted({*began, *broken} - searches(runs)),
-            key=lambda name: began.get(name, ""),
-            reverse=True,
-        )
-        name = wanted if wanted in groups else next(iter(groups), None)
-        if name in began:
-            chosen = select(runs, name)
-            shown = [
-                html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))
-            ]
-            shown += [picture(*figure) for figure in figures_of(figures_dir / name)]
-            said = [source(chosen)]
-            if len(shown) == 1:
-                said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+        if chosen:
+            sentences, shown = shown_group(chosen, name, figures_dir)
+            said += sentences
         elif not groups:
             said = ["There are no records yet: make quickstart makes some in minutes."]
-    except (
-        Exception
-    ) as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-        said = [f"This cannot be shown: {first_line(problem)}."]
-    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken[name]]
-    return (
-        groups,
-        name,
-        "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown]),
-    )
+    except Exception as problem:  # whatever a spoilt record leads to: the page is to be seen
+        said.append(f"This cannot be shown: {first_line(problem)}.")
+    paragraphs = [f"<p>{escape(without_paths(printable(text)))}</p>" for text in said]
+    return groups, name, "".join(paragraphs + shown)
+
+
+def groups_of(found: list[Run], own: set[str], broken: set[str]) -> list[str]:
+    """The groups of runs and of broken records, one's own ones first, and the newest first of these and of the others.
+
+    Groups of tries (see `load.searches`) are left out.
+    """
+    began = dict.fromkeys(broken, "")
+    for run in found:
+        group, started = run.record["group"], run.record["time"]["started"] or ""
+        began[group] = max(started, began.get(group, ""))
+    tries = {run.record["group"] for run in found if run.record["spec"]["search"]}
+    by_name = sorted(began.keys() - tries)
+    return sorted(by_name, key=lambda name: (name in own, began[name]), reverse=True)
+
+
+def shown_group(found: list[Run], name: str, figures_dir: Path) -> tuple[list[str], list[str]]:
+    """What is said of a group's runs, and its table and figures as HTML."""
+    chosen = select(as_frame(found), name)
+    table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
+    figures = [picture(*figure) for figure in figures_of(figures_dir / name)]
+    said = [source(chosen)]
+    if not figures:
+        said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+    return said, [html_table(table), *figures]
 
 
 def picture(title: str, png: bytes) -> str:
@@ -366,7 +387,7 @@ def running(runs: Path) -> str:
             else ""
         )
         since = tqdm.format_interval(max(0, time.time() - written))
-        name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
+        name = escape(printable(f"{record['group']}/{record['run_id']} is {record['status']}"))
         found.append(f"<p>{name} {bar}, last written {since} ago</p>")
     return "".join(found)
 
