@@ -14,23 +14,28 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from html import escape
 from pathlib import Path
+from types import NoneType
 
-import gradio as gr
 import pandas as pd
 from starlette.applications import Starlette
 from tqdm import tqdm
 
+from qa_lib.archive import Run, own_groups, read_runs
 from qa_lib.data.squad import open_source
-from qa_lib.errors import UserError, first_line
+from qa_lib.errors import UserError, first_line, printable
 from qa_lib.presets import whole_number
 from qa_lib.record import RecordError, read_record, regular, run_files
-from qa_lib.report.load import load_runs, newest, searches, select
+from qa_lib.report.load import as_frame, select
 from qa_lib.report.readme import source
 from qa_lib.report.style import figures_of
 from qa_lib.report.summary import result_table, summary
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
-from qa_lib.serving import guards, listen, names, serve
+from qa_lib.serving import Page, guards, listen, names, past_proxies, serve
+
+# Gradio makes a client of its own when it is imported, which fails for a proxy that httpx lacks a package for.
+with past_proxies(share=False):
+    import gradio as gr
 
 MAX_CONTEXT = 100_000  # characters of a paragraph, which a CPU reads in a minute or so
 MAX_QUESTION = 1_000  # characters
@@ -48,9 +53,17 @@ LOOK = {
     "footer_links": [],
 } | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
+# What the page sends as a component's value. None: nothing is chosen, or the number's box is empty.
+SENDS = {
+    gr.Textbox: (str,),
+    gr.Dropdown: (str, NoneType),
+    gr.Number: (int, float, NoneType),
+    gr.Slider: (int, float, NoneType),
+}
 # One thread for all models: two that are compared would take each other's cores, and each thread that calls torch keeps
 # memory of its own. It imports torch, too, while the page is being read.
 WORKER = ThreadPoolExecutor(1)
+NOTHING_KEPT = ["", None, None, None]  # see `kept`
 
 
 def answer(choice, question: str, context: str, max_answer_length: int | None = None) -> dict:
@@ -91,17 +104,37 @@ def _ask(folder: Path, question: str, context: str, max_answer_length: int | Non
     return ask(folder, question, context, max_answer_length)
 
 
-def decided(found: dict, threshold: float) -> tuple[str, str]:
-    """The answer that a threshold for "no answer" leaves of what was found, and the paragraph as HTML with the answer
+def kept(found: dict) -> tuple[str, int | None, int | None, float | None]:
+    """What the page keeps of what was found: the paragraph, where the best answer begins and ends, and the margin of
+    "no answer" over it; None where no part of the paragraph can be the answer."""
+    best = next((entry for entry in found["nbest"] if entry["text"]), {})
+    return found["context"], best.get("begin"), best.get("end"), found["margin"]
+
+
+def decided(
+    context: str, begin: int | None, end: int | None, margin: float | None, threshold: float
+) -> tuple[str, str]:
+    """The answer that a threshold for "no answer" leaves of what was `kept`, and the paragraph as HTML with the answer
     marked."""
-    best = next((entry for entry in found["nbest"] if entry["text"]), None)
-    context, margin = found["context"], found["margin"]
-    if best is None or margin is None or margin > threshold:
+    if begin is None or end is None or margin is None or margin > threshold:
         return "No answer", f'<div class="text">{escape(context)}</div>'
-    before, text, after = (
-        escape(part) for part in (context[: best["begin"]], best["text"], context[best["end"] :])
-    )
-    return best["text"], f'<div class="text">{before}<mark>{text}</mark>{after}</div>'
+    before, text, after = context[:begin], context[begin:end], context[end:]
+    marked = f"{escape(before)}<mark>{escape(text)}</mark>{escape(after)}"
+    return text, f'<div class="text">{marked}</div>'
+
+
+def decided_again(
+    context: str,
+    begin: float | None,
+    end: float | None,
+    margin: float | None,
+    threshold: float | None,
+) -> tuple[str, str]:
+    """What `decided` makes of the values that the page has sent."""
+    if threshold is None:  # the number's box is empty
+        return gr.skip(), gr.skip()
+    begin, end = (None if place is None else int(place) for place in (begin, end))
+    return decided(context, begin, end, margin, threshold)
 
 
 def details(found: dict) -> str:
@@ -151,6 +184,14 @@ def build(
     return demo.queue(max_size=WAITING, default_concurrency_limit=1, api_open=False)
 
 
+def page_of(demo: gr.Blocks) -> Page:
+    """What the page can send, for the guards of its server."""
+    events = {
+        number: [SENDS[type(block)] for block in event.inputs] for number, event in demo.fns.items()
+    }
+    return Page(events, demo._queue.pending_messages_per_session)
+
+
 def _ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) -> None:
     listed = models.listed()
     if not listed:
@@ -187,7 +228,7 @@ def _ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) ->
         other = (
             _answered(models, second, context, question, longest)
             if second
-            else [gr.update(visible=False)] * 5 + [None]
+            else [gr.update(visible=False)] * 5 + NOTHING_KEPT
         )
         return [*_answered(models, first or "", context, question, longest), *other]
 
@@ -228,7 +269,7 @@ def _examples() -> list[tuple[str, str, str]]:
 
 def _card() -> list:
     """The components that show one model's answer: their column, the answer, the paragraph, the threshold, the list of
-    the best, and what was found, which stays with the page."""
+    the best, and four for what is `kept`, which stays with the page."""
     with gr.Column(visible=False) as column:
         answer = gr.Textbox(label="Answer", interactive=False, elem_classes="answer")
         paragraph = gr.HTML(elem_classes="shown paragraph")
@@ -236,9 +277,14 @@ def _card() -> list:
             -10, 10, precision=3, label="Threshold for “no answer”", buttons=[], interactive=True
         )
         best = gr.HTML(elem_classes="shown")
-        found = gr.JSON(visible=False)
-    slider.input(decided, [found, slider], [answer, paragraph], trigger_mode="always_last", **QUIET)
-    return [column, answer, paragraph, slider, best, found]
+        # Not as one JSON value: a dict from a request could name a file (see serving.py).
+        held = [gr.Textbox(visible=False), *(gr.Number(visible=False) for _ in range(3))]
+    # Not pre-processed: Gradio takes no empty number for a slider.
+    slider.input(
+        decided_again, [*held, slider], [answer, paragraph], preprocess=False,
+        trigger_mode="always_last", **QUIET,
+    )  # fmt: skip
+    return [column, answer, paragraph, slider, best, *held]
 
 
 def _answered(models: Choices, key: str, context: str, question: str, longest: str) -> list:
@@ -248,9 +294,9 @@ def _answered(models: Choices, key: str, context: str, question: str, longest: s
         found = answer(choice, question, context, typed_number(longest))
     except UserError as problem:
         told = gr.update(value=str(problem), label=choice.name if choice else "Model")
-        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, None]
+        return [gr.update(visible=True), told, *[gr.update(visible=False)] * 3, *NOTHING_KEPT]
     own = 0.0 if math.isnan(choice.threshold) else round(choice.threshold, 3)
-    text, paragraph = decided(found, own)
+    text, paragraph = decided(*kept(found), own)
     reach = math.ceil(max(10, abs(own) + 1, abs(found["margin"] or 0) + 1))
     return [
         gr.update(visible=True),
@@ -258,7 +304,7 @@ def _answered(models: Choices, key: str, context: str, question: str, longest: s
         gr.update(value=paragraph, visible=True),
         gr.update(value=own, minimum=-reach, maximum=reach, visible=True),
         gr.update(value=details(found), visible=True),
-        found,
+        *kept(found),
     ]
 
 
@@ -283,40 +329,60 @@ def _dashboard_tab(demo: gr.Blocks, runs: Path, figures: Path) -> None:
 def dashboard(
     runs_dir: Path, figures_dir: Path, wanted: str = ""
 ) -> tuple[list[str], str | None, str]:
-    """The groups that there are, the `wanted` one or else the newest, and the report of that as HTML. What cannot be
-    read or shown costs a sentence."""
+    """The groups that there are, the `wanted` one or else the first, and its report as HTML.
+
+    One's own groups come first, the newest of them before the others. What cannot be read costs a
+    sentence, and what cannot be shown its own group's table alone.
+    """
     broken = defaultdict(list)
-    groups, name, said, shown = [], None, [], []
+
+    def left_out(group: str, problem: RecordError) -> None:
+        # Names of files may hold bytes that are no text, which no page can be sent.
+        broken[printable(group)].append(str(problem))
+
+    found = read_runs(runs_dir, left_out=left_out)
+    own = own_groups(found) | {group for group in broken if (runs_dir / group).is_dir()}
+    groups = groups_of(found, own, set(broken))
+    name = wanted if wanted in groups else next(iter(groups), None)
+    chosen = [run for run in found if run.record["group"] == name]
+    bad = broken.get(name, [])
+    said = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in bad]
+    shown = []
     try:
-        runs = load_runs(runs_dir, lambda group, problem: broken[group].append(str(problem)))
-        began = newest(runs)
-        groups = sorted(
-            sorted({*began, *broken} - searches(runs)),
-            key=lambda name: began.get(name, ""),
-            reverse=True,
-        )
-        name = wanted if wanted in groups else next(iter(groups), None)
-        if name in began:
-            chosen = select(runs, name)
-            shown = [
-                html_table(result_table(summary(chosen), HEADINGS).astype(str).map(without_paths))
-            ]
-            shown += [picture(*figure) for figure in figures_of(figures_dir / name)]
-            said = [source(chosen)]
-            if len(shown) == 1:
-                said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+        if chosen:
+            sentences, shown = shown_group(chosen, name, figures_dir)
+            said += sentences
         elif not groups:
             said = ["There are no records yet: make quickstart makes some in minutes."]
-    except (
-        Exception
-    ) as problem:  # whatever a spoilt record leads to: the other groups are to be seen
-        said = [f"This cannot be shown: {first_line(problem)}."]
-    bad = [f"Cannot be read: {text.removeprefix(f'{runs_dir}/')}." for text in broken[name]]
-    return (
-        groups,
-        name,
-        "".join([*(f"<p>{escape(without_paths(text))}</p>" for text in bad + said), *shown]),
-    )
+    except Exception as problem:  # whatever a spoilt record leads to: the page is to be seen
+        said.append(f"This cannot be shown: {first_line(problem)}.")
+    paragraphs = [f"<p>{escape(without_paths(printable(text)))}</p>" for text in said]
+    return groups, name, "".join(paragraphs + shown)
+
+
+def groups_of(found: list[Run], own: set[str], broken: set[str]) -> list[str]:
+    """The groups of runs and of broken records, one's own ones first, and the newest first of these and of the others.
+
+    Groups of tries (see `load.searches`) are left out.
+    """
+    began = dict.fromkeys(broken, "")
+    for run in found:
+        group, started = run.record["group"], run.record["time"]["started"] or ""
+        began[group] = max(started, began.get(group, ""))
+    tries = {run.record["group"] for run in found if run.record["spec"]["search"]}
+    by_name = sorted(began.keys() - tries)
+    return sorted(by_name, key=lambda name: (name in own, began[name]), reverse=True)
+
+
+def shown_group(found: list[Run], name: str, figures_dir: Path) -> tuple[list[str], list[str]]:
+    """What is said of a group's runs, and its table and figures as HTML."""
+    chosen = select(as_frame(found), name)
+    table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
+    figures = [picture(*figure) for figure in figures_of(figures_dir / name)]
+    said = [source(chosen)]
+    if not figures:
+        said.append(f"No figures yet: python -m qa_lib report --group {name} draws them.")
+    return said, [html_table(table), *figures]
 
 
 def picture(title: str, png: bytes) -> str:
@@ -344,7 +410,7 @@ def running(runs: Path) -> str:
             else ""
         )
         since = tqdm.format_interval(max(0, time.time() - written))
-        name = escape(f"{record['group']}/{record['run_id']} is {record['status']}")
+        name = escape(printable(f"{record['group']}/{record['run_id']} is {record['status']}"))
         found.append(f"<p>{name} {bar}, last written {since} ago</p>")
     return "".join(found)
 
@@ -359,10 +425,11 @@ def app(
     # Colab's proxy and public links call it by other names.
     hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")
     demo = build(Choices(named(list(models)), Path(runs)), Path(runs), Path(figures))
-    demo.launch(
-        inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
-        app_kwargs={"middleware": guards(hosts, "*")}, **LOOK,
-    )  # fmt: skip
+    with past_proxies(share):
+        demo.launch(
+            inline=True, share=share, quiet=True, server_name="127.0.0.1", height=900, show_error=False,
+            app_kwargs={"middleware": guards(hosts, page_of(demo), "*")}, **LOOK,
+        )  # fmt: skip
     return demo
 
 
@@ -376,7 +443,8 @@ def main(args: argparse.Namespace) -> int:
     address, port = listener.getsockname()[:2]
     demo = build(models, args.runs, args.figures, args.max_answer_length)
     hosts = names(args.host, address)
-    parent = Starlette(middleware=guards(hosts, "*" if "*" in hosts else "'none'"))
+    frames = "*" if "*" in hosts else "'none'"
+    parent = Starlette(middleware=guards(hosts, page_of(demo), frames))
     gr.mount_gradio_app(parent, demo, "/", show_error=False, **LOOK)
     for choice in models.listed()[:1]:
         WORKER.submit(

@@ -1,20 +1,34 @@
-"""Serve the app's page: which requests are let in, how large they are, and in what time they have to arrive."""
+"""Serve the app's page: which requests are let in, how large they are, and in what time they have to arrive.
+
+Gradio takes more from a request than its page sends. A dict among an event's values, for one, may
+name a file, which Gradio then opens and copies. So it never sees a request as it came: `Gate` hands
+on those of the page, each written anew from the parts that it has checked.
+"""
 
 import asyncio
+import contextlib
 import ipaddress
+import json
+import os
 import re
 import signal
 import socket
+import urllib.request
+from collections.abc import Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
 from typing import ClassVar
 
+import httpx
 import uvicorn
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.responses import PlainTextResponse
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, first_line
 
 SECONDS = 10  # in which a request, head and body, has to arrive
 PENDING = (
@@ -25,9 +39,29 @@ MAX_HEAD = 16_384  # bytes of a head that is not whole yet
 MAX_BODY = 1_500_000  # bytes; JSON may spell each of a paragraph's 100,000 characters in 12
 # What Gradio's page asks for. Its other routes upload files, hand out files, fetch addresses and describe an API.
 READ = re.compile(
-    r"/|/(config|theme\.css|manifest\.json|favicon\.ico)|/(assets|static)/.+|/gradio_api/(startup-events|queue/data)"
+    r"/|/(config|theme\.css|manifest\.json|favicon\.ico)|/(assets|static)(/[\w-][\w.-]{0,100}){1,5}|"
+    r"/gradio_api/startup-events",
+    re.ASCII,
 )
 JOIN = "/gradio_api/queue/join"  # every event: a question, a moved slider, a chosen group
+ANSWERS = "/gradio_api/queue/data"  # the stream of what becomes of a session's events
+SESSION = re.compile("[a-z0-9]{1,32}")
+# The parts of an event that the page sends, and the types of their values. Gradio knows more parts.
+PARTS = {
+    "fn_index": (int,),
+    "data": (list,),
+    "session_hash": (str,),
+    "event_data": (NoneType,),
+    "trigger_id": (int, NoneType),
+}
+# The parts that the page's events make use of: Gradio is given no other.
+NEEDED = ("fn_index", "data", "session_hash")
+LARGEST = 2**53  # the page sends no number beyond it, since JavaScript cannot tell these apart
+SESSION_QUERY = re.compile(b"session_hash=([a-z0-9]{1,32})")
+# What Gradio is told of a request's head. It makes the page's address of the last three. Behind a
+# proxy, as in Colab, the browser knows the page by the last two.
+HEADERS = ("accept", "accept-encoding", "host", "x-forwarded-proto", "x-forwarded-host")
+HOST = re.compile(r"[\w.:\[\]-]{1,300}", re.ASCII)
 # Scripts and styles stand in Gradio's page, and it builds some of its code while it runs.
 POLICY = (
     "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -35,11 +69,27 @@ POLICY = (
 )
 
 
-class Gate:
-    """ASGI middleware that lets through what Gradio's page asks for, and adds the headers that keep it to itself."""
+@dataclass(frozen=True)
+class Page:
+    """What a page can send.
 
-    def __init__(self, app, frames: str):
+    `events` has for each event's number the types that each of its values may have. `sessions` are
+    those that have asked something.
+    """
+
+    events: Mapping[int, Sequence[tuple[type, ...]]]
+    sessions: Container[str]
+
+
+class Gate:
+    """ASGI middleware that hands on what Gradio's page asks for, written anew, and refuses all else.
+
+    It adds the headers that keep the page to itself.
+    """
+
+    def __init__(self, app, page: Page, frames: str):
         self.app = app
+        self.page = page
         self.headers = {
             "Content-Security-Policy": POLICY + frames,
             "X-Content-Type-Options": "nosniff",
@@ -47,8 +97,11 @@ class Gate:
         }
 
     async def __call__(self, scope, receive, send) -> None:
-        if scope["type"] != "http":  # the app's own start and end
+        if scope["type"] == "lifespan":  # the app's own start and end
             await self.app(scope, receive, send)
+            return
+        if scope["type"] != "http":  # a WebSocket, which the page does without
+            await send({"type": "websocket.close"})
             return
 
         async def marked(message) -> None:
@@ -57,25 +110,137 @@ class Gate:
             await send(message)
 
         try:
-            await (_refused(scope) or self.app)(scope, receive, marked)
+            checked = await self._checked(scope, receive)
+        except HTTPException as refusal:
+            answer = PlainTextResponse(refusal.detail, refusal.status_code)
+            await answer(scope, receive, marked)
+            return
+        try:
+            await self.app(*checked, marked)
         except asyncio.CancelledError:  # the app ends in the middle of an answer
             await send({"type": "http.response.body", "body": b""})
 
+    async def _checked(self, scope, receive):
+        """The scope and the `receive` that Gradio is given for a request of the page.
 
-def _refused(scope) -> PlainTextResponse | None:
-    """The answer to a request that is not the page's, or None."""
-    headers = Headers(scope=scope)
-    if scope["method"] == "POST" and scope["path"] == JOIN:
-        if (
-            headers.get("content-type", "").partition(";")[0] != "application/json"
-        ):  # which no foreign form can send
-            return PlainTextResponse("JSON is expected", 415)
-        # A body without a length is not the page's; of others uvicorn takes no byte more than they said.
-        too_long = int(headers.get("content-length", MAX_BODY + 1)) > MAX_BODY
-        return PlainTextResponse("too long", 413) if too_long else None
-    if scope["method"] in ("GET", "HEAD") and READ.fullmatch(scope["path"]):
-        return None
-    return PlainTextResponse("not a part of this page", 404)
+        Raises HTTPException for any other request.
+        """
+        method, path = scope["method"], scope["path"]
+        headers = checked_headers(Headers(scope=scope))
+        query = body = b""
+        if method == "POST" and path == JOIN:
+            if Headers(scope=scope).get("content-type", "").partition(";")[0] != "application/json":
+                raise HTTPException(415, "JSON is expected")  # which no foreign form can send
+            event = checked_event(await read_body(receive), self.page.events)
+            body = json.dumps(event).encode()
+            headers |= {"content-type": "application/json", "content-length": str(len(body))}
+        elif method == "GET" and path == ANSWERS:
+            query = self._checked_query(scope["query_string"])
+        elif method not in ("GET", "HEAD") or not READ.fullmatch(path):
+            raise HTTPException(404, "not a part of this page")
+        changed = {"headers": Headers(headers).raw, "query_string": query}
+        return scope | changed, replayed(body, receive)
+
+    def _checked_query(self, query: bytes) -> bytes:
+        """The query, if it names a session that has asked something; or else HTTPException."""
+        found = SESSION_QUERY.fullmatch(query)
+        if found is None or found[1].decode() not in self.page.sessions:
+            raise HTTPException(404, "no such session")
+        return query
+
+
+async def read_body(receive) -> bytes:
+    """The whole body of a request.
+
+    Raises HTTPException for one of more than MAX_BODY bytes, and for one that has not arrived in
+    SECONDS.
+    """
+    body = bytearray()
+    try:
+        async with asyncio.timeout(SECONDS):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise HTTPException(400, "the request is not whole")
+                body += message.get("body", b"")
+                if len(body) > MAX_BODY:
+                    raise HTTPException(413, "too long")
+                if not message.get("more_body", False):
+                    return bytes(body)
+    except TimeoutError:
+        raise HTTPException(408, "too slow") from None
+
+
+def checked_event(body: bytes, events: Mapping[int, Sequence[tuple[type, ...]]]) -> dict:
+    """The NEEDED parts of an event of the page.
+
+    Raises HTTPException for what is no JSON, and for what the page does not send.
+    """
+    try:
+        found = json.loads(body.decode())
+    except (ValueError, RecursionError):
+        raise HTTPException(400, "not JSON") from None
+    if not isinstance(found, dict):
+        raise HTTPException(422, "an event is a JSON object")
+    for name in NEEDED:
+        if name not in found:
+            raise HTTPException(422, f"an event has a {name}")
+    for name, value in found.items():
+        if name not in PARTS or not fits(value, PARTS[name]):
+            raise HTTPException(422, "a part of this event is none that the page sends")
+    if not SESSION.fullmatch(found["session_hash"]):
+        raise HTTPException(422, "a session_hash has 1 to 32 small letters and digits")
+    kinds = events.get(found["fn_index"])
+    if kinds is None:
+        raise HTTPException(404, "no such event")
+    values = found["data"]
+    if len(values) != len(kinds) or not all(map(fits, values, kinds)):
+        raise HTTPException(422, "a value of this event is none that the page sends")
+    return {name: found[name] for name in NEEDED}
+
+
+def fits(value: object, kinds: tuple[type, ...]) -> bool:
+    """Whether a value from JSON has one of these types, and is no number beyond LARGEST.
+
+    A bool is not taken for an int.
+    """
+    if type(value) not in kinds:
+        return False
+    return not isinstance(value, int | float) or -LARGEST <= value <= LARGEST
+
+
+def checked_headers(headers: Headers) -> dict[str, str]:
+    """Those of HEADERS that a request has. Raises HTTPException for what is no host."""
+    found = {name: headers[name] for name in HEADERS if name in headers}
+    for name in ("host", "x-forwarded-host"):
+        if name in found:
+            found[name] = checked_host(found[name])
+    return found
+
+
+def checked_host(text: str) -> str:
+    """The host that a request names; the first of several that proxies list, which is the browser's.
+
+    Raises HTTPException for what is no host.
+    """
+    host = text.partition(",")[0].strip()
+    if not HOST.fullmatch(host):
+        raise HTTPException(400, "not the name of a host")
+    try:
+        httpx.URL(f"http://{host}")  # Gradio makes this of it, too
+    except httpx.InvalidURL:
+        raise HTTPException(400, "not the name of a host") from None
+    return host
+
+
+def replayed(body: bytes, receive):
+    """A `receive` that gives this body first, and then what else comes: that the sender has gone."""
+    messages = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def next_message():
+        return messages.pop() if messages else await receive()
+
+    return next_message
 
 
 class Connection(H11Protocol):
@@ -118,12 +283,42 @@ class Connection(H11Protocol):
             timer.cancel()
 
 
-def guards(hosts: list[str], frames: str) -> list[Middleware]:
-    """Middleware for an app that answers to `hosts`, "*" being any, and that pages of `frames` (CSP) may frame."""
+def guards(hosts: list[str], page: Page, frames: str) -> list[Middleware]:
+    """Middleware for a page that answers to `hosts`, "*" being any, and that pages of `frames` (CSP) may frame."""
     return [
         Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False),
-        Middleware(Gate, frames=frames),
+        Middleware(Gate, page=page, frames=frames),
     ]
+
+
+@contextlib.contextmanager
+def past_proxies(share: bool) -> Iterator[None]:
+    """Inside, requests to this machine go past the proxies that environment variables name.
+
+    Gradio asks its own server whether it answers, which a proxy elsewhere cannot tell. No variable is
+    set inside, so that not even a broken one matters; but with `share`, when Gradio asks its makers'
+    server, too. Then a variable that no request can be sent with raises UserError, which names it.
+    """
+    before = {name: value for name, value in os.environ.items() if name.lower().endswith("_proxy")}
+    inside = {}
+    if share and before:
+        others = urllib.request.getproxies_environment().get("no")
+        inside = before | {"no_proxy": ",".join(filter(None, [others, "127.0.0.1,localhost"]))}
+    for name in before:
+        del os.environ[name]
+    os.environ |= inside
+    try:
+        yield
+    except (httpx.HTTPError, httpx.InvalidURL, ImportError, ValueError) as problem:
+        if not inside:
+            raise
+        raise UserError(
+            f"the page's server cannot be asked while {', '.join(before)} is set: {first_line(problem)}"
+        ) from problem
+    finally:
+        for name in inside:
+            del os.environ[name]
+        os.environ |= before
 
 
 def names(host: str, address: str) -> list[str]:

@@ -1,5 +1,6 @@
 """The demo as its page asks it, over HTTP, and in a real browser: tests that skip where no Chromium is installed."""
 
+import asyncio
 import html
 import json
 import os
@@ -7,7 +8,9 @@ import re
 import shutil
 import signal
 import socket
+import sys
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from unittest.mock import Mock
@@ -17,6 +20,7 @@ import psutil
 import pytest
 from PIL import Image
 from safetensors.torch import load_file, save_file
+from starlette.exceptions import HTTPException
 
 from qa_lib import serving
 from qa_lib.__main__ import main
@@ -29,8 +33,9 @@ from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
 from qa_lib.score.choices import named, offered
 from qa_lib.spec import Machine
+from tests import hostile
 from tests.conftest import slow
-from tests.material import cases, change_record, leave, refused, wait_for, write
+from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for, write
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
@@ -73,9 +78,29 @@ def runs(tmp_path_factory, swept):
     return folder
 
 
+# What Python tells its audit hooks of before it is done, with a path or an address in front.
+TOUCHES = (
+    "open",
+    "os.listdir",
+    "os.scandir",
+    "shutil.copyfile",
+    "os.mkdir",
+    "os.remove",
+    "socket.connect",
+)
+
+
 def _serve(log, runs):
     for number in (1, 2):
         os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    touched = os.open(log.with_name("touched"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+
+    def note(event, values):
+        if event in TOUCHES:
+            paths = [value for value in values if isinstance(value, str | bytes | tuple)]
+            os.write(touched, f"{event} {paths}\n".encode(errors="replace"))
+
+    sys.addaudithook(note)
     serving.SECONDS = SECONDS
     os._exit(
         main(["app", "--runs", str(runs), "--figures", str(runs.parent / "figures"), "--port", "0"])
@@ -86,7 +111,7 @@ class Server:
     """The app in a process of its own, forked from one that has imported most of it."""
 
     def __init__(self, runs):
-        self.log = runs.parent / "log"
+        self.log, self.touched = runs.parent / "log", runs.parent / "touched"
         self.process = SERVER.Process(target=_serve, args=(self.log, runs))
         self.process.start()
         wait_for(
@@ -116,18 +141,32 @@ class Server:
             "data": [model, other, context, question, longest],
         }
 
+    def moved_slider(self, *values):
+        """The body that asks for the answer under another threshold, as the page sends it."""
+        number = next(
+            event["id"] for event in self.config["dependencies"] if len(event["inputs"]) == 5
+        )
+        return {"fn_index": number, "session_hash": os.urandom(5).hex(), "data": [*values]}
+
     def __call__(self, *question):
-        """What was found, and the first card's updates."""
+        """What the first card keeps of what was found, None if nothing was; and the card's updates."""
         body = self.question(*question)
+        message = self.outcome(body)
+        assert message["success"], message
+        card = message["output"]["data"][:9]
+        context, begin, end, margin = card[5:]
+        found = {"context": context, "begin": begin, "end": end, "margin": margin}
+        return found if context else None, card
+
+    def outcome(self, body) -> dict:
+        """What the server says in the end of an event with this body."""
         self.client.post(serving.JOIN, json=body).raise_for_status()
         lines = self.client.get(
-            f"/gradio_api/queue/data?session_hash={body['session_hash']}"
+            f"{serving.ANSWERS}?session_hash={body['session_hash']}"
         ).text.splitlines()
         said = [json.loads(line.removeprefix("data: ")) for line in lines if line]
         (message,) = (one for one in said if one["msg"] == "process_completed")
-        assert message["success"], message
-        card = message["output"]["data"][:6]
-        return card[5], card
+        return message
 
 
 @pytest.fixture(scope="module")
@@ -174,14 +213,15 @@ def test_answers_and_their_places_are_those_of_the_paragraph_as_it_was_typed(
     for example in questions[:4]:
         context = frame.format(example.context) + " " + frame.format("x")
         found, card = server(key_of(runs), example.question, context)
-        best = next(entry for entry in found["nbest"] if entry["text"])
-        begin, end, margin = best["begin"], best["end"], found["margin"]
-        assert best["text"] == context[begin:end]
-        assert margin == pytest.approx(
-            predict.ask(folder_of(runs), example.question, context)["margin"], abs=1e-3
-        )
+        begin, end, margin = found["begin"], found["end"], found["margin"]
+        asked = predict.ask(folder_of(runs), example.question, context)
+        best = next(entry for entry in asked["nbest"] if entry["text"])
+        assert found["context"] == context and best["text"] == context[begin:end]
+        assert margin == pytest.approx(asked["margin"], abs=1e-3)
         pieces = re.fullmatch(
-            r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>', decided(found, 1e9)[1], re.DOTALL
+            r'<div class="text">(.*)<mark>(.*)</mark>(.*)</div>',
+            decided(**found, threshold=1e9)[1],
+            re.DOTALL,
         )
         assert [html.unescape(part) for part in pieces.groups()] == [
             context[:begin],
@@ -199,10 +239,10 @@ def test_answers_are_right_and_long_paragraphs_windowed(server, runs, questions)
         return text in ([text for text, _ in example.answers] or ["No answer"])
 
     assert sum(right(example) for example in questions[:30]) >= 24
-    found, card = server(
+    _, card = server(
         key_of(runs), "who came ?", " ".join(example.context for example in questions[:20])
     )
-    assert found["windows"] > 5 and f"{found['windows']} windows" in card[4]["value"]
+    assert int(re.search(r"(\d+) windows", card[4]["value"])[1]) > 5
     assert all(f"{part} " in card[4]["value"] for part in ("tokenize", "model", "decode"))
 
 
@@ -219,7 +259,9 @@ def test_what_cannot_be_asked_is_said_in_place_of_the_answer(
 def test_every_paragraph_within_the_limit_is_answered(server, runs):
     asked = json.dumps(server.question(key_of(runs), "who ?", "\U0001f600" * MAX_CONTEXT))
     assert asked.isascii() and 12 * MAX_CONTEXT < len(asked) <= serving.MAX_BODY
-    assert server(key_of(runs), "who ?", "😀 " * (MAX_CONTEXT // 2))[0]["windows"] > 1
+    assert (
+        " windows of " in server(key_of(runs), "who ?", "😀 " * (MAX_CONTEXT // 2))[1][4]["value"]
+    )
 
 
 def test_an_answer_is_as_long_as_the_page_says(server, runs):
@@ -329,6 +371,179 @@ def test_named_models_have_their_runs_threshold_and_names_of_their_own(runs, tmp
 # What is let in.
 
 
+@pytest.fixture
+def paths(tmp_path):
+    """A file, none, a pipe that nobody writes to, a device without an end, and a file of the system."""
+    secret, pipe = tmp_path / "secret.txt", tmp_path / "pipe"
+    secret.write_text("secret")
+    os.mkfifo(pipe)
+    return [str(secret), str(tmp_path / "none"), str(pipe), "/dev/zero", "/etc/passwd"]
+
+
+def test_a_file_that_a_request_names_is_refused_whether_it_is_there_or_not(server, paths, tmp_path):
+    """Gradio would copy it, and wait for ever at the pipe and the device."""
+    answers = set()
+    for value in hostile.named_files(paths):
+        for place in range(4):
+            body = server.question("", "who ?", "text")
+            body["data"][place] = value
+            answer = server.client.post(serving.JOIN, json=body)
+            answers.add((answer.status_code, answer.text))
+    assert answers == {(422, "a value of this event is none that the page sends")}
+    assert str(tmp_path) not in server.touched.read_text()
+
+
+SENT = {"fn_index": 0, "session_hash": "a1", "data": []}  # what the first example's button sends
+
+
+@pytest.mark.parametrize(
+    ("change", "status"),
+    [
+        ({"fn_index": 99}, 404),
+        ({"fn_index": -1}, 404),
+        ({"fn_index": True}, 422),
+        ({"fn_index": "0"}, 422),
+        ({"fn_index": 10**400}, 422),
+        ({"session_hash": "../a"}, 422),
+        ({"session_hash": ""}, 422),
+        ({"session_hash": {}}, 422),
+        ({"trigger_id": {}}, 422),
+        ({"event_data": {"path": "/dev/zero"}}, 422),
+        ({"event_id": "a"}, 422),
+        ({"batched": True}, 422),
+        ({"oauth_token": "a"}, 422),
+        ({"data": ["one too many"]}, 422),
+        ({"data": {}}, 422),
+        ({"data": None}, 422),
+    ],
+)
+def test_an_event_that_the_page_does_not_send_is_refused(server, change, status):
+    assert server.client.post(serving.JOIN, json=SENT | change).status_code == status
+
+
+NESTED = b"[" * 500_000
+TEXT = json.dumps(SENT)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"[]", 422),
+        (NESTED, 400),
+        (b'{"fn_index": ' + b"9" * 5_000 + b"}", 400),
+        (TEXT.encode("utf-16"), 400),
+        (TEXT.encode("utf-8-sig"), 400),
+        (TEXT.encode() + b"\xff", 400),
+        (TEXT[:-1].encode(), 400),
+        (b'{"session_hash": "a1", "data": []}', 422),
+    ],
+    ids=lambda value: repr(value)[:30],
+)
+def test_a_body_that_is_no_event_is_refused(server, body, status):
+    answer = server.client.post(
+        serving.JOIN, content=body, headers={"Content-Type": "application/json"}
+    )
+    assert answer.status_code == status and "\n" not in answer.text
+
+
+def test_of_a_part_that_is_given_twice_gradio_sees_the_one_that_was_checked(server):
+    text = '{"data": [{"path": "/dev/zero", "meta": {"_type": "gradio.FileData"}}], ' + TEXT[1:]
+    body = json.loads(text) | {"session_hash": "b2"}
+    assert server.outcome(body)["success"]
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-Infinity", "1e999", "9" * 400, "true"])
+def test_a_number_that_the_page_cannot_send_is_refused(server, number):
+    body = json.dumps(server.moved_slider("", 0, 0, 0.0, -7))
+    answer = server.client.post(
+        serving.JOIN,
+        content=body.replace("-7", number),
+        headers={"Content-Type": "application/json"},
+    )
+    assert answer.status_code == 422
+
+
+def test_an_empty_threshold_leaves_the_answer(server):
+    decided = server.outcome(server.moved_slider("text", 0, 4, -1.0, -2))["output"]["data"]
+    assert decided[0] == "No answer"
+    outcome = server.outcome(server.moved_slider("text", 0, 4, -1.0, None))
+    assert outcome["success"] and "value" not in json.dumps(outcome["output"]["data"])
+
+
+def test_a_session_that_has_asked_nothing_has_no_answers(server):
+    for query in (
+        "",
+        "?session_hash=none",
+        "?session_hash=a1&session_hash=a1",
+        "?session_hash=%61",
+    ):
+        assert server.client.get(serving.ANSWERS + query).status_code == 404
+
+
+@pytest.mark.parametrize("head", ["Host", "X-Forwarded-Host"])
+@pytest.mark.parametrize("host", ["[::1", "127.0.0.1:x", "999.999.999.999", "a b", "a/../b", "x@y"])
+def test_a_host_that_is_none_is_refused(server, head, host):
+    assert server.client.get("/", headers={head: host}).status_code == 400
+
+
+def test_a_body_that_does_not_arrive_is_given_up(monkeypatch):
+    """In a notebook, too, whose server is Gradio's own."""
+    monkeypatch.setattr(serving, "SECONDS", 0.05)
+
+    async def never():
+        await asyncio.sleep(60)
+
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(serving.read_body(never))
+    assert caught.value.status_code == 408
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_no_generated_request_opens_a_file_fails_the_server_or_hangs_it(
+    server, runs, paths, tmp_path, seed
+):
+    """About 900 each: QA_LIB_HOSTILE=5000 sends that many more; see hostile.py."""
+    times = int(os.environ.get("QA_LIB_HOSTILE", 500))
+    statuses = Counter()
+    begin = server.touched.stat().st_size
+    for what, method, path, headers, body in hostile.requests(server.config, paths, seed, times):
+        request = {"headers": headers, "content": body, "timeout": 10}
+        try:
+            with server.client.stream(method, path, **request) as answer:
+                statuses[what, answer.status_code] += 1
+        except (httpx.LocalProtocolError, httpx.InvalidURL):  # no request at all
+            continue
+    for raw in hostile.RAW:
+        with socket.create_connection(("127.0.0.1", server.port)) as connection:
+            connection.sendall(raw)
+            connection.settimeout(2 * SECONDS)
+            assert not connection.recv(100).startswith(b"HTTP/1.1 5")
+    assert {status for _, status in statuses} <= {200, 400, 403, 404, 405, 413, 415, 422}, statuses
+    assert statuses["event", 422] > 100 and statuses["route", 404] > 100
+    assert server(key_of(runs), "who ?", "it was she")[0]
+    places = (str(runs), str(ROOT), sys.prefix, sys.base_prefix, "/proc/", "/sys/", "/usr/")
+    for line in server.touched.read_text()[begin:].splitlines():
+        assert str(tmp_path) not in line
+        assert line.startswith(tuple(f"{event} ['{place}" for event in TOUCHES for place in places))
+
+
+@pytest.mark.slow
+def test_a_signal_ends_it_within_seconds_whatever_is_at_work(tmp_path, runs):
+    shutil.copytree(folder_of(runs).parent, tmp_path / "runs" / key_of(runs))
+    server = Server(tmp_path / "runs")
+    long = "it was she . " * (MAX_CONTEXT // 13)
+    for _ in range(20):
+        server.client.post(serving.JOIN, json=server.question(key_of(runs), "who ?", long))
+    silent = socket.create_connection(("127.0.0.1", server.port))
+    silent.sendall(POST)
+    os.kill(server.process.pid, signal.SIGTERM)
+    server.process.join(8)
+    assert server.process.exitcode == 130
+    silent.close()
+
+
 def test_only_what_the_page_asks_for_is_served(server, runs):
     for path in (
         "upload",
@@ -433,14 +648,14 @@ def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
     asked = [
         (key_of(runs), e.question, text) for e, text in zip(questions[:100], texts, strict=True)
     ]
-    wanted = [
-        (server(*one)[0]["nbest"][0]["text"], text) for one, text in zip(asked, texts, strict=True)
-    ]
+    wanted = [server(*one)[0] for one in asked]
+    assert [found["context"] for found in wanted] == texts
+    place = lambda each: (each["context"], each["begin"], each["end"])  # noqa: E731
     process, sizes = psutil.Process(server.process.pid), []
     with ThreadPoolExecutor(100) as pool:
         for _ in range(2):
             found = [each for each, _ in pool.map(lambda one: server(*one), asked)]
-            assert [(each["nbest"][0]["text"], each["context"]) for each in found] == wanted
+            assert [place(each) for each in found] == [place(each) for each in wanted]
             sizes.append(process.memory_info().rss / 2**20)
     assert sizes[1] - sizes[0] < 50
 
@@ -461,11 +676,14 @@ def test_an_empty_host_and_a_taken_port_are_said_in_one_line(server, typed):
     assert "--port takes another" in typed("app --port", server.port, code=2)
 
 
-def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeypatch):
+@pytest.fixture
+def notebook(monkeypatch):
+    """As in a notebook, where launching does not wait."""
+    monkeypatch.setattr("sys.ps1", ">>> ", raising=False)
+
+
+def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(notebook, runs, monkeypatch):
     called, connect = [], socket.socket.connect
-    monkeypatch.setattr(
-        "sys.ps1", ">>> ", raising=False
-    )  # as in a notebook, where launching does not wait
     monkeypatch.setenv("GRADIO_SHARE", "True")
     monkeypatch.setattr(
         socket.socket, "connect", lambda self, to: called.append(to) or connect(self, to)
@@ -482,6 +700,65 @@ def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(runs, monkeyp
         assert httpx.get(demo.local_url, headers={"Host": "evil.example"}).status_code == 400
         time.sleep(0.5)  # what would be asked in the background
         assert {to[0] for to in called} <= {"127.0.0.1", "localhost"}
+
+
+PROXIES = [
+    ("http_proxy", "http://127.0.0.1:9"),
+    ("HTTP_PROXY", "http://proxy.example:3128"),
+    ("all_proxy", "socks5://127.0.0.1:9"),
+    ("https_proxy", "no address"),
+    ("no_proxy", "[::1"),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), PROXIES)
+def test_a_notebook_shows_it_past_any_proxy(notebook, runs, monkeypatch, name, value):
+    monkeypatch.setenv(name, value)
+    with closing(app(runs=runs)) as demo:
+        assert httpx.get(demo.local_url, trust_env=False).status_code == 200
+    assert os.environ[name] == value
+
+
+def test_a_proxy_that_keeps_a_public_link_from_being_made_is_named(notebook, runs, monkeypatch):
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    refused("while all_proxy is set: .*SOCKS", app, runs=runs, share=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [PROXIES[2], *(slow(*pair) for pair in (PROXIES[0], *PROXIES[3:]))]
+)
+def test_the_command_line_imports_and_serves_it_past_any_proxy(tmp_path, name, value):
+    script = """import sys, httpx
+from unittest.mock import patch
+from qa_lib.__main__ import main
+from qa_lib import app
+def serve(parent, listener):
+    print("serves")
+with patch("qa_lib.app.serve", serve):
+    sys.exit(main(["app", "--runs", sys.argv[1], "--port", "0"]))"""
+    assert "serves" in python("-c", script, tmp_path, **{name: value}).stdout
+
+
+def test_colab_shows_it_by_its_own_proxy(notebook, runs, monkeypatch):
+    """Which is no browser on this machine, and calls the page by another name."""
+
+    class Shell:
+        def __str__(self):
+            return "<google.colab._shell.Shell object at 0x7f>"
+
+    shown = []
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", Shell)
+    monkeypatch.setattr("IPython.display.display", shown.append)
+    monkeypatch.setattr("webbrowser.open", lambda *_: pytest.fail("there is no browser"))
+    with closing(app(runs=runs)) as demo:
+        (artifact,) = shown
+        assert f"({demo.server_port}, " in artifact.data and "proxyPort" in artifact.data
+        name = "x-8600-colab.example"
+        heads = {"Host": "localhost:8080", "X-Forwarded-Host": name, "X-Forwarded-Proto": "https"}
+        local = f"http://127.0.0.1:{demo.server_port}"
+        page = httpx.get(local, headers=heads)
+        assert page.status_code == 200 and f"https://{name}" in page.text
+        assert page.headers["content-security-policy"].endswith("frame-ancestors *")
 
 
 # The dashboard.
@@ -501,6 +778,84 @@ def test_the_dashboard_opens_on_the_newest_group(tmp_path):
     for wanted, shown in (("", names[0]), (names[1], names[1]), ("../..", names[0])):
         assert dashboard(tmp_path, tmp_path, wanted)[:2] == (names, shown)
     assert dashboard(tmp_path / "none", tmp_path)[2].startswith("<p>There are no records yet")
+
+
+def archived(runs, spec, **sections):
+    """An archive of one run, as the committed groups are."""
+    folder = leave(runs, spec, **sections)
+    line = json.loads((folder / "record.json").read_text())
+    (runs / f"{spec.group}.jsonl").write_text(json.dumps(line) + "\n")
+    shutil.rmtree(folder.parent)
+    return spec.group
+
+
+def specs_of(*hardware):
+    return [plan(["A1"], "smoke", machine=Machine(name))[0] for name in hardware]
+
+
+def began(day):
+    return {"started": f"2026-01-0{day}T00:00:00+00:00"}
+
+
+def test_the_dashboard_opens_on_the_newest_of_ones_own_groups(tmp_path):
+    """Which come before all that are archived, whatever their age."""
+    old, new, mine, other = specs_of("h100", "h200", "cpu", "t4")
+    archived(tmp_path, old, time=began(8))
+    archived(tmp_path, new, time=began(9))
+    groups = [new.group, old.group]
+    assert dashboard(tmp_path, tmp_path)[:2] == (groups, new.group)
+    leave(tmp_path, mine, time=began(2))
+    leave(tmp_path, other, time=began(1))
+    groups = [mine.group, other.group, *groups]
+    assert dashboard(tmp_path, tmp_path)[:2] == (groups, mine.group)
+    assert dashboard(tmp_path, tmp_path, old.group)[:2] == (groups, old.group)
+
+
+def test_the_dashboard_opens_on_ones_own_group_where_its_records_cannot_be_read(tmp_path):
+    committed, mine = specs_of("h100", "cpu")
+    archived(tmp_path, committed)
+    (leave(tmp_path, mine) / "record.json").write_text("{")
+    _, name, text = dashboard(tmp_path, tmp_path)
+    assert name == mine.group and "not readable as JSON" in text
+
+
+# What a record has that spoils what is made of it, whether reading refuses it or not.
+SPOILT = {
+    "half a character": {"error": {"message": "\ud800"}},
+    "half a character in a name": {"model": {"name": "\udcff"}},
+    "an unknown task": {"task": {"name": "poetry"}},
+    "a task's metric": {"task": {"metric": "rhyme"}},
+    "a gpu that is none": {"env": {"gpu": ["\ud800"]}},
+    "an odd time": {"time": {"started": "\ud800"}},
+}
+
+
+@pytest.mark.parametrize("sections", SPOILT.values(), ids=SPOILT)
+def test_a_spoilt_record_leaves_the_other_groups_their_tables(tmp_path, sections):
+    spoilt, other = specs_of("h100", "cpu")
+    change_record(leave(tmp_path, spoilt), **sections)
+    leave(tmp_path, other)
+    groups, name, text = dashboard(tmp_path, tmp_path, other.group)
+    assert sorted(groups) == sorted([spoilt.group, other.group])
+    assert name == other.group and "<td>A1</td>" in text and "annot be" not in text
+    groups, name, text = dashboard(tmp_path, tmp_path, spoilt.group)
+    assert name == spoilt.group and text.startswith("<p>")
+    json.dumps([groups, name, text, running(tmp_path)], ensure_ascii=False).encode()
+
+
+def test_a_folder_whose_name_is_no_text_costs_a_sentence(runs, tmp_path):
+    """A file system takes any bytes; a page only text."""
+    run = folder_of(runs).parent
+    for name in (b"A1-s0-\xff", b"A1-s0-b50f84"):
+        folder = os.path.join(os.fsencode(tmp_path), b"cpu-\xff", name)
+        shutil.copytree(os.fsencode(run), folder)
+    shutil.copytree(run, tmp_path / "cpu-smoke" / run.name)
+    groups, name, text = dashboard(tmp_path, tmp_path)
+    assert name == "cpu-smoke" and len(groups) == 2 and "<td>A1</td>" in text
+    json.dumps([groups, name, text, dashboard(tmp_path, tmp_path, groups[1])]).encode()
+    json.dumps(dashboard(tmp_path, tmp_path, groups[1]), ensure_ascii=False).encode()
+    keys = [choice.key for choice in Choices([], tmp_path).listed()]
+    assert keys == [f"cpu-smoke/{run.name}"]
 
 
 def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):

@@ -95,6 +95,7 @@ def _of_run(folder: Path) -> Choice | None:
         name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
         synthetic = str(record["data"]["name"]).startswith("synthetic")
         key = "/".join(folder.parts[-3:]).removesuffix("/model")
+        key.encode()  # raises ValueError for bytes that are no text, which no page can be sent
         return Choice(
             key,
             name,
