@@ -14,6 +14,8 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import printable
+from qa_lib.packages import PREPARED, check_runner
+from qa_lib.paths import ROOT
 from qa_lib.record import write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
@@ -22,7 +24,6 @@ from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import summary
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
 READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records
 # Each page that is kept -> the notebook that it is of, and its parameters.
@@ -51,6 +52,8 @@ def main(args: argparse.Namespace) -> int:
             print(f"results written into {page}")
         return 0
     if args.pages:
+        if Path.cwd() != ROOT:
+            raise load.ReportError(f"--pages makes a checkout's own pages: type it in {ROOT}")
         for page, (notebook, parameters) in PAGES.items():
             execute(notebook, ROOT / page, parameters)
             print(f"{notebook} executed into {page}")
@@ -66,9 +69,7 @@ def main(args: argparse.Namespace) -> int:
             f"no group {group!r} below {args.runs}; there are {', '.join(began)}"
         )
     page = args.figures / group / "report.ipynb"
-    given_paths = {
-        name: os.path.relpath(getattr(args, name).absolute(), ROOT) for name in ("runs", "figures")
-    }
+    given_paths = {name: os.path.relpath(getattr(args, name)) for name in ("runs", "figures")}
     try:
         said = printable(overview(runs, group))
     except SPOILT as problem:
@@ -100,8 +101,9 @@ def overview(runs: pd.DataFrame, group: str) -> str:
 
 
 def execute(notebook: str, page: Path, parameters: dict) -> None:
-    """A notebook executed by papermill from the repository's root into `page`, and as Markdown beside it; without
-    traces of when and where. Raises ReportError, which says where it stopped."""
+    """A notebook of ROOT executed by papermill in the current folder into `page`, and as Markdown beside it; without
+    traces of when and where. Raises ReportError, which says where it stopped, and UserError without papermill."""
+    check_runner()
     import nbformat  # these take a second
     import papermill
     from traitlets.config import Config
@@ -113,12 +115,15 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
             "progress_bar": False,
         }
+        os.environ[PREPARED] = "1"  # for the kernel, which inherits it
         try:
-            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
+            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
         except papermill.PapermillExecutionError as problem:
             raise load.ReportError(
                 f"{notebook} stopped: {problem.ename}, {problem.evalue}"
             ) from None
+        finally:
+            del os.environ[PREPARED]
         found = nbformat.read(out, as_version=4)
     found.metadata = nbformat.read(ROOT / notebook, as_version=4).metadata
     for cell in found.cells:
@@ -138,7 +143,7 @@ def as_markdown(found, page: Path) -> str:
         for output in cell.get("outputs", []):
             picture = output.get("metadata", {}).get("image/png", {})
             if "file" in picture:
-                file = os.path.relpath(ROOT / picture["file"], page.parent.absolute())
+                file = os.path.relpath(picture["file"], page.parent)
                 parts.append(f"![{picture['alt']}]({Path(file).as_posix()})")
             elif "text/markdown" in output.get("data", {}):
                 parts.append(output["data"]["text/markdown"])

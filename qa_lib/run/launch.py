@@ -32,7 +32,6 @@ from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.run.warm import Forked, fork
 from qa_lib.spec import WORLD, Machine, Spec
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
 AT_A_TIME = 64  # jobs in the queue
 SPARE_MIN = 10  # minutes that a job may take beyond its run's limit, which does not count what a run needs to start
@@ -59,7 +58,7 @@ PROBE = (
 
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
     return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
@@ -465,6 +464,11 @@ def job_name(run_dir: Path) -> str:
 def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     """A node and its environment, asked in a job: this host may be of another kind. It counts as many GPUs as a run in
     `world` processes takes, since that many are its job's. Raises UserError where no such job can run."""
+    if absent := [name for name in ("sinfo", "sbatch", "scancel") if not shutil.which(name)]:
+        raise UserError(
+            f"--launcher slurm: no command {', '.join(absent)} here; type this on a host that has Slurm, "
+            "or add its folder to PATH"
+        )
     partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
     kinds = subprocess.run(
         ["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True
@@ -473,7 +477,7 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(words, capture_output=True, text=True)
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr
         )

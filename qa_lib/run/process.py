@@ -22,6 +22,7 @@ import psutil
 from pydantic import TypeAdapter
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
+from qa_lib.packages import PREPARED
 from qa_lib.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
@@ -31,7 +32,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
-QUIET["PYTHONUNBUFFERED"] = "1"
+QUIET |= {"PYTHONUNBUFFERED": "1", PREPARED: "1"}
 START = "QA_LIB_START"  # an environment variable of a forked process (warm.py): WARM, or why it is cold all the same
 WARM = "warm"
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
