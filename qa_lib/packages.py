@@ -1,13 +1,17 @@
 """Which packages are here, which are missing for what, and how a notebook in Colab gets them.
 
-Standard library and `packaging` alone: this is imported where nothing else may be installed yet. Nothing is installed
-but by `prepare_notebook`, in Colab or when it is asked to; and never in a notebook that a driver executes.
+Nothing is installed but by `prepare_notebook`, in Colab or when it is asked to, and never in a notebook that a driver
+executes. This imports the standard library alone, and `packaging` where versions are compared: it has to work where
+nothing else is installed.
 """
+
+from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -15,15 +19,15 @@ from collections.abc import Iterable, Iterator
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-
-from packaging.requirements import InvalidRequirement, Requirement
-from packaging.utils import canonicalize_name
-from packaging.version import Version
+from typing import TYPE_CHECKING
 
 from qa_lib.errors import UserError
-from qa_lib.paths import IS_CHECKOUT, ROOT
+from qa_lib.paths import IS_CHECKOUT, ROOT, importing
 
-# Set by what executes notebooks (a sweep, a report) for their kernels: it has looked already, and it says where they are.
+if TYPE_CHECKING:
+    from packaging.requirements import Requirement
+
+# Set by what executes notebooks, a sweep or a report, for their kernels: it has looked already.
 PREPARED = "QA_LIB_PREPARED"
 # Names of requirements.txt by what takes them; training and scoring take the rest. pyproject.toml has them as extras.
 USES = {
@@ -67,19 +71,26 @@ def is_importable(module: str) -> bool:
         return False
 
 
+def _lines() -> dict[str, str]:
+    """The lines of requirements.txt by the name of their package."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    return {re.match(r"[\w.-]+", line).group(): line for line in lines}
+
+
 def requirements(uses: Iterable[str] = USES) -> list[Requirement]:
-    """The lines of requirements.txt that training and scoring take, and those of some uses."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    """What training and scoring take, and some uses, by requirements.txt."""
+    from packaging.requirements import Requirement
+
     left_out = {name for use in USES if use not in uses for name in USES[use]}
-    every = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    return [needed for needed in every if needed.name not in left_out]
+    return [Requirement(line) for name, line in _lines().items() if name not in left_out]
 
 
-def how_to_install(use: str) -> str:
-    """The command that installs what a use takes."""
+def how_to_install(packages: Iterable[str]) -> str:
+    """The command that installs some packages: in a checkout all that there are, of the versions that were tested."""
     if IS_CHECKOUT:
         return f"pip install -r {os.path.relpath(ROOT / 'requirements.txt')}"
-    return f"pip install 'qa-lib[{use}]'"
+    lines = _lines()
+    return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
 
 
 def misfits(needs: Iterable[Requirement]) -> list[str]:
@@ -87,6 +98,8 @@ def misfits(needs: Iterable[Requirement]) -> list[str]:
 
     Packages that fit one by one may not fit each other: transformers 5.15 takes huggingface_hub below 2 alone.
     """
+    from packaging.utils import canonicalize_name
+
     found, expanded = [], set()
     waiting = [("this project", needed) for needed in needs]
     while waiting:
@@ -108,6 +121,8 @@ def misfits(needs: Iterable[Requirement]) -> list[str]:
 
 def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
     """What an installed package needs here, with one of its extras or with none ("")."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
     for line in metadata.requires(package) or []:
         with contextlib.suppress(InvalidRequirement):  # of a package of long ago
             needed = Requirement(line)
@@ -121,6 +136,8 @@ def adapters_fault() -> str:
 
     peft 0.19 and newer raise an error where a model gets an adapter beside a torchao that they find too old.
     """
+    from packaging.version import Version
+
     peft, torchao = version_of("peft"), version_of("torchao")
     if None in (peft, torchao) or Version(torchao) >= Version(TORCHAO):
         return ""
@@ -136,7 +153,7 @@ def check_runner() -> None:
     if missing:
         raise UserError(
             f"notebooks cannot be executed here: {', '.join(missing)} missing; "
-            f"type {how_to_install('notebooks')} (`run` trains without a notebook)"
+            f"type {how_to_install(missing)} (`run` trains without a notebook)"
         )
     from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
@@ -147,11 +164,24 @@ def check_runner() -> None:
             "notebooks cannot be executed here: there is no kernel python3; "
             "type python -m ipykernel install --sys-prefix"
         ) from None
-    if not shutil.which(kernel.argv[0]):
+    # Without a folder it is this Python, whatever is on the PATH.
+    if "/" in kernel.argv[0] and not shutil.which(kernel.argv[0]):
         raise UserError(
             f"notebooks cannot be executed here: the kernel in {kernel.resource_dir} starts "
             f"{kernel.argv[0]}, which is not there; remove that folder"
         )
+
+
+@contextlib.contextmanager
+def environment_of_kernels() -> Iterator[None]:
+    """Inside, kernels that this process starts have PREPARED, and import this library."""
+    before = dict(os.environ)
+    os.environ.update(importing(os.environ) | {PREPARED: "1"})
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
 
 
 def prepare_notebook(install: bool | None = None) -> None:
@@ -168,11 +198,11 @@ def prepare_notebook(install: bool | None = None) -> None:
         install = version_of("google-colab") is not None
     if not install:
         if faults := misfits(requirements(["notebooks"])):
-            print(f"{'; '.join(faults)}: type %{how_to_install('notebooks')}", file=sys.stderr)
+            packages = [said.split()[0] for said in faults]
+            print(f"{'; '.join(faults)}: type %{how_to_install(packages)}", file=sys.stderr)
         return
     with _alone():  # the same look behind the lock: another process may have just installed it
-        faults = misfits(_without_torch()) + [adapters_fault()]
-        if any(faults):
+        if misfits(_without_torch()) or adapters_fault():
             loaded = _versions_loaded()
             _install()
             _check_imports()

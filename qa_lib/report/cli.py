@@ -14,7 +14,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import printable
-from qa_lib.packages import PREPARED, check_runner
+from qa_lib.packages import check_runner, environment_of_kernels
 from qa_lib.paths import ROOT
 from qa_lib.record import write_atomically
 from qa_lib.report import load
@@ -115,15 +115,13 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
             "progress_bar": False,
         }
-        os.environ[PREPARED] = "1"  # for the kernel, which inherits it
         try:
-            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
+            with environment_of_kernels():
+                papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
         except papermill.PapermillExecutionError as problem:
             raise load.ReportError(
                 f"{notebook} stopped: {problem.ename}, {problem.evalue}"
             ) from None
-        finally:
-            del os.environ[PREPARED]
         found = nbformat.read(out, as_version=4)
     found.metadata = nbformat.read(ROOT / notebook, as_version=4).metadata
     for cell in found.cells:

@@ -28,6 +28,7 @@ from typing import ClassVar, TextIO
 
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
+from qa_lib.paths import importing
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.run.warm import Forked, fork
 from qa_lib.spec import WORLD, Machine, Spec
@@ -58,7 +59,8 @@ PROBE = (
 
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
-    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True)
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, env=importing(os.environ), capture_output=True, text=True)
     return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
@@ -380,7 +382,7 @@ def run_cold(spec: Spec, runs: str | Path) -> dict:
     )  # a finished run would be left alone
     with tempfile.TemporaryDirectory() as empty:
         names = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        env = os.environ | {name: os.path.join(empty, name) for name in names}
+        env = importing(os.environ | {name: os.path.join(empty, name) for name in names})
         begin, command = (
             time.monotonic(),
             [sys.executable, "-m", "qa_lib", "run", spec.variant, *words],
@@ -477,7 +479,8 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
-        done = subprocess.run(words, capture_output=True, text=True)
+        handed_on = importing(os.environ)
+        done = subprocess.run(words, env=handed_on, capture_output=True, text=True)
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr
         )

@@ -23,6 +23,7 @@ from pydantic import TypeAdapter
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
 from qa_lib.packages import PREPARED
+from qa_lib.paths import importing
 from qa_lib.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
@@ -70,7 +71,7 @@ def child_env(
         changes[SHARE] = "1"
     if threads:
         changes["OMP_NUM_THREADS"] = str(threads)
-    return os.environ | changes
+    return importing(os.environ | changes)
 
 
 def use_compile_cache(folder: Path | None) -> None:

@@ -88,14 +88,14 @@ def _from_here(path: str | Path) -> str:
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher and run_in_turn.
 
-    Says first what cannot run here and why, and what there is to do, then when each run starts and ends and how long is left, and at the end, however it
-    ends, how every run stands. Last comes the command `on_finish`.
+    Says first what there is to do and what cannot run here, then when each run starts and ends and how long is left,
+    and at the end, however it ends, how every run stands. Last comes the command `on_finish`.
     """
-    for reason in dict.fromkeys(spec.skip for spec in specs if spec.skip):
-        names = dict.fromkeys(spec.variant for spec in specs if spec.skip == reason)
-        print(f"sweep: {', '.join(names)} will be skipped: {reason}")
     every, done = len(specs), sum(map(launcher.is_finished, specs))
     print(f"sweep: {every} runs, {done} finished, {every - done} to run", flush=True)
+    for reason in dict.fromkeys(spec.skip for spec in specs if spec.skip):
+        names = dict.fromkeys(spec.variant for spec in specs if spec.skip == reason)
+        print(f"sweep: {', '.join(names)} will be skipped: {reason}", flush=True)
     before, begin, started = done, time.monotonic(), set()
     bar = tqdm(
         total=every, initial=done, unit="run", leave=False, disable=None
