@@ -9,7 +9,7 @@ import sys
 
 from qa_lib.cli import VERBS, parser_of
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
-from qa_lib.packages import how_to_install
+from qa_lib.packages import how_to_have
 from qa_lib.variants import find
 
 STOPPED = 130  # exit code of a verb that a signal ended
@@ -69,8 +69,7 @@ def _run(argv: list[str]) -> int:
     try:
         module = importlib.import_module(verb["module"])
     except ModuleNotFoundError as missing:
-        advice = how_to_install([missing.name or str(missing)])
-        raise UserError(f"{missing}: type . .venv/bin/activate, or {advice}") from None
+        raise UserError(f"{missing}: {how_to_have(missing.name)}") from None
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

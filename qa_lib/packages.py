@@ -93,6 +93,14 @@ def how_to_install(packages: Iterable[str]) -> str:
     return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
 
 
+def how_to_have(module: str) -> str:
+    """What to type where a module was not found: what installs all that its use takes. Modules of no use's own, such as
+    Pillow's, come with those that notebooks take."""
+    use = next((use for use, names in USES.items() if module in names), "notebooks")
+    activate = "type . .venv/bin/activate, or " if IS_CHECKOUT else "type "
+    return activate + how_to_install(USES[use])
+
+
 def misfits(needs: Iterable[Requirement]) -> list[str]:
     """What is missing or of a version that is not wanted, a phrase each: of `needs`, of what these need, and so on.
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import sysconfig
@@ -353,3 +354,17 @@ def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.stdout and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "packages_of"), [("gradio", "app"), ("peft", "adapters"), ("PIL", "notebooks")]
+)
+def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(
+    monkeypatch, module, packages_of
+):
+    monkeypatch.setattr(packages, "IS_CHECKOUT", False)
+    said = packages.how_to_have(module)
+    assert said.startswith("type pip install ")
+    assert {Requirement(word).name for word in shlex.split(said)[3:]} == {
+        *packages.USES[packages_of]
+    }
