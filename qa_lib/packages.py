@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 PREPARED = "QA_LIB_PREPARED"
 # Names of requirements.txt by what takes them; training and scoring take the rest. pyproject.toml has them as extras.
 USES = {
-    "notebooks": ("evaluate", "ipykernel", "papermill", "scipy", "seaborn"),
+    "notebooks": ("evaluate", "ipykernel", "ipywidgets", "papermill", "scipy", "seaborn"),
     "app": ("gradio", "starlette", "uvicorn"),
     "adapters": ("bitsandbytes", "peft"),
 }
