@@ -32,7 +32,8 @@ extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weigh
 links:  ## the checkout's own address on GitHub in its links to Colab and in the clone command, from its git remote
 	@$(PYTHON) notebooks/links.py
 
-lint: .venv/ready
+lint: .venv/ready  ## style, and whether links lead to this repository
+	@$(PYTHON) notebooks/links.py --check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 

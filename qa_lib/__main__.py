@@ -9,6 +9,7 @@ import sys
 
 from qa_lib.cli import VERBS, parser_of
 from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
+from qa_lib.packages import how_to_have
 from qa_lib.variants import find
 
 STOPPED = 130  # exit code of a verb that a signal ended
@@ -68,9 +69,7 @@ def _run(argv: list[str]) -> int:
     try:
         module = importlib.import_module(verb["module"])
     except ModuleNotFoundError as missing:
-        raise UserError(
-            f"{missing}: type . .venv/bin/activate, or pip install -r requirements.txt"
-        ) from None
+        raise UserError(f"{missing}: {how_to_have(missing.name)}") from None
     gc.freeze()  # nor is any looked for among them later
     gc.enable()
     return module.main(args)

@@ -10,11 +10,13 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.data.squad import open_source
+from qa_lib.packages import check_runner
+from qa_lib.paths import ROOT
 from qa_lib.record import write_atomically
 from qa_lib.report.figures import timed
 from qa_lib.report.format import SAYINGS, factor, number, percent, points, terminal
 from qa_lib.report.load import REFERENCE, load_runs, select
-from qa_lib.run.launch import ROOT, Launcher
+from qa_lib.run.launch import Launcher
 from qa_lib.run.plan import plan
 from qa_lib.run.sweep import notebook_command, sweep
 from qa_lib.run.warm import SERVER
@@ -39,6 +41,7 @@ def main(args: argparse.Namespace) -> int:
         or None in records
         or kept.stat().st_mtime < max(path.stat().st_mtime for path in records)
     ):
+        check_runner()
         with ProcessPoolExecutor(1, mp_context=SERVER) as pool:
             print("PyTorch is being imported, once for all runs", flush=True)
             machine, env = pool.submit(_probe).result()

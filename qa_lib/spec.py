@@ -38,7 +38,11 @@ class Machine:
     nvfuser: ClassVar = False  # torch.compile had this backend until PyTorch 2.2
     bitsandbytes: bool = False
     deepspeed: bool = False
+    peft: bool = False
     torchao: bool = False
+    adapters_fault: str = (
+        ""  # why peft cannot be used although it is there (packages.adapters_fault)
+    )
     compiler: bool = False  # Inductor can generate code: a C++ compiler, or Triton with a GPU
 
 
@@ -55,6 +59,8 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
     """Why these settings cannot run on the machine in `world` processes, in one sentence; None if they can."""
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
+    if machine.adapters_fault and find_recipe(settings.trainable).kind == "lora":
+        return machine.adapters_fault
     return unmet(settings, machine)
 
 

@@ -251,12 +251,27 @@ def test_the_bootstrap_finds_the_repository(tmp_path):
 
 def test_the_bootstrap_outside_the_repository_clones(tmp_path):
     """As in Colab, with a git of our own that only makes the folder."""
-    files = f"mkdir -p lab/notebooks; touch lab/requirements.txt; cp {ROOT}/notebooks/install.py lab/notebooks"
+    files = f"mkdir lab; cp {ROOT}/requirements.txt lab; cp -r {ROOT}/qa_lib lab"
     done = bootstrap(tmp_path, PATH=own_git(tmp_path, f'echo "$@"; {files}'))
     address, folder = re.fullmatch(
         r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout
     ).groups()
     assert folder == str(tmp_path / "lab") and address in tagged(NOTEBOOKS[0], "bootstrap")[0]
+
+
+def test_the_bootstrap_takes_an_installed_library_and_stays_where_it_is(tmp_path):
+    """In a wheel the library has files/ beside it."""
+    shutil.copytree(ROOT / "qa_lib", tmp_path / "site" / "qa_lib")
+    (tmp_path / "site" / "qa_lib" / "files").mkdir()
+    shutil.copy(ROOT / "requirements.txt", tmp_path / "site" / "qa_lib" / "files")
+    path = own_git(tmp_path, 'echo git "$@"')
+    done = bootstrap(tmp_path, PATH=path, PYTHONPATH=str(tmp_path / "site"))
+    assert done.stdout == f"{tmp_path}\n"
+
+
+def test_the_bootstrap_under_a_driver_stays_where_it_is():
+    done = bootstrap(ROOT / "notebooks", QA_LIB_PREPARED="1")
+    assert done.stdout == f"{ROOT / 'notebooks'}\n"
 
 
 def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
@@ -265,24 +280,6 @@ def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
     assert (
         done.returncode == 1 and "no network" in said and "Open this notebook in a checkout" in said
     )
-
-
-def test_the_bootstrap_installs_what_is_missing_or_old_and_leaves_torch_alone(tmp_path):
-    """With a pip of our own that only notes what it is asked for."""
-    for name in ("qa_lib", "pip", "notebooks"):
-        (tmp_path / name).mkdir()
-    (tmp_path / "pip" / "__init__.py").touch()
-    (tmp_path / "pip" / "__main__.py").write_text("import sys; print('pip', *sys.argv[1:])")
-    shutil.copy(ROOT / "notebooks" / "install.py", tmp_path / "notebooks")
-    (tmp_path / "requirements.txt").write_text(
-        "torch>=99\nnot_there>=1.0,<2\nnumpy>=1\npandas<0.1\nneither-there>=3\n"
-    )
-    done = bootstrap(tmp_path, PYTHONPATH=str(tmp_path))
-    assert done.stdout.splitlines() == [
-        "pip install -q not_there>=1.0,<2 pandas<0.1 neither-there>=3",
-        str(tmp_path),
-    ]
-    assert "is left alone, but this was tested with >=99" in done.stderr
 
 
 # Executed, at preset smoke.

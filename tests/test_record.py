@@ -127,12 +127,12 @@ def checkout(tmp_path, monkeypatch):
     return tmp_path
 
 
-def links(folder: Path, remote: str, code: int = 0) -> subprocess.CompletedProcess:
+def links(folder: Path, remote: str, *words, code: int = 0) -> subprocess.CompletedProcess:
     """What `make links` does in a checkout of that remote; no remote where it is empty."""
     subprocess.run(["git", "remote", "remove", "origin"], cwd=folder, capture_output=True)
     if remote:
         subprocess.run(["git", "remote", "add", "origin", remote], cwd=folder, check=True)
-    return python("notebooks/links.py", cwd=folder, code=code)
+    return python("notebooks/links.py", *words, cwd=folder, code=code)
 
 
 def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
@@ -160,7 +160,25 @@ def test_links_without_a_remote_on_github_say_what_to_type(checkout):
         assert "git remote add origin" in said and "Traceback" not in said
 
 
-CODE = "qa_lib/record.py notebooks/systems.ipynb notebooks/install.py qa_lib/new.py"
+def test_a_placeholder_beside_a_remote_on_github_fails_the_check(checkout):
+    for remote in ("", "https://example.org/a/b"):
+        assert links(checkout, remote, "--check").stderr == ""
+    said = links(checkout, "git@github.com:some-one/lab.git", "--check", code=1).stderr
+    assert re.fullmatch(r"links: \d+ files, .* link to \S+ and not to some-one/lab: type.*\n", said)
+    links(checkout, "git@github.com:some-one/lab.git")
+    assert links(checkout, "git@github.com:some-one/lab.git", "--check").stderr == ""
+
+
+def test_links_mend_a_placeholder_that_came_after_the_first_time(checkout):
+    """With a merge, say, of a notebook that was written elsewhere."""
+    links(checkout, "https://github.com/some-one/lab")
+    shutil.copy(ROOT / "notebooks" / "systems.ipynb", checkout / "notebooks")
+    links(checkout, "https://github.com/some-one/lab", "--check", code=1)
+    links(checkout, "https://github.com/some-one/lab")
+    assert links(checkout, "https://github.com/some-one/lab", "--check").stderr == ""
+
+
+CODE = "qa_lib/record.py notebooks/systems.ipynb notebooks/links.py qa_lib/new.py"
 
 
 @pytest.mark.parametrize("name", CODE.split())

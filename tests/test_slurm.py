@@ -3,15 +3,19 @@
 import dataclasses
 import json
 import os
+import re
+import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from qa_lib.cli import parser_of
 from qa_lib.run import launch
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
+from qa_lib.variants import find_family
 from tests.material import ROOT, end_of, refused
 from tests.tiny import CPU
 
@@ -141,5 +145,45 @@ def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
-    assert typed(words, code=2) == "error: sinfo: No such file or directory\n"
+    assert "no command sinfo, sbatch, scancel here" in typed(words, code=2)
     assert typed(f"{words} --gpus 0", code=2).startswith("error: --gpus and --shared-gpu are")
+
+
+PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
+EXAMPLES = [block.splitlines() for block in re.findall(r"```sh\n(.*?)```", PAGE, re.S)]
+SHOWN = re.search(r"```text\nsbatch (.*)\n```", PAGE)[1]
+
+
+def specs_of(line):
+    """The runs of a documented command on a host with H100s, of generated questions in place of one's own."""
+    words = shlex.split(line)
+    assert words[:4] == ["python", "-m", "qa_lib", "sweep"]
+    args = parser_of("sweep").parse_args(words[4:])
+    names = args.variants or find_family(args.family)
+    sources = ("synthetic:40", "tiny", args.micro_batch, Machine("h100", gpus=8, sm=90))
+    rows = plan(names, args.preset, args.seeds, *sources, world=args.world, left_out=[])
+    return args, [dataclasses.replace(spec, skip=None) for spec in rows]
+
+
+def test_the_example_of_the_page_submits_the_job_that_the_page_shows(
+    cluster, tmp_path, monkeypatch
+):
+    *variables, command = EXAMPLES[0]
+    for line in variables:
+        monkeypatch.setenv(*re.fullmatch(r"export (\w+)=(\S+)", line).groups())
+    args, rows = specs_of(command)
+    assert args.launcher == "slurm" and len(rows) == 9
+    entries = launcher(tmp_path, time_limit_s=args.time_limit).run_all(rows[:2])
+    assert [entry["status"] for entry in entries] == ["ok", "ok"]
+    for line in asked(cluster):
+        for name, word in (("job-name", "RUN"), ("output", "LOG"), ("wrap", "COMMAND")):
+            line = re.sub(rf"--{name}=.*?(?= --\w|$)", f"--{name}={word}", line)
+        assert line == SHOWN
+    assert {*(cluster / "charged").read_text().splitlines()} == {"gpu my-project"}
+
+
+def test_the_cards_of_a_parallel_variant_are_those_that_the_page_says(cluster, tmp_path):
+    args, rows = specs_of(EXAMPLES[1][0])
+    parallel = next(spec for spec in rows if spec.variant == "P1")
+    launcher(tmp_path).run_all([parallel])
+    assert "--gpus=4 " in asked(cluster)[0] and args.world == [4]

@@ -34,7 +34,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec import Machine, Spec
 from qa_lib.variants import find_variant, lacking
 
-CPU = Machine(bitsandbytes=True, compiler=True)
+CPU = Machine(bitsandbytes=True, peft=True, compiler=True)
 H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 
 # What differs between the encoders: ELECTRA's embeddings may be narrower than its layers, and ModernBERT's second layer

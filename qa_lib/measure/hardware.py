@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import importlib.metadata
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ import torch.distributed as dist
 
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch, ask_nvml, elapsed
+from qa_lib.packages import adapters_fault, version_of
 from qa_lib.spec import Machine, hardware_name
 from qa_lib.variants import AMPERE, VOLTA
 
@@ -75,11 +75,6 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
         yield time.perf_counter() - begin
 
 
-def _version(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-
-
 def this_machine() -> Machine:
     """What decides which variants can run here."""
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -91,10 +86,11 @@ def this_machine() -> Machine:
         sm=sm,
         free_mib=_free_mib() if gpus else 0,
         **{
-            package: _version(package) is not None
-            for package in ("bitsandbytes", "deepspeed", "torchao")
+            package: version_of(package) is not None
+            for package in ("bitsandbytes", "deepspeed", "peft", "torchao")
         },
-        compiler=_version("triton") is not None and sm >= VOLTA if gpus else compiler,
+        adapters_fault=adapters_fault(),
+        compiler=version_of("triton") is not None and sm >= VOLTA if gpus else compiler,
     )
 
 
@@ -107,7 +103,7 @@ def _free_mib() -> int:
 def libraries() -> dict[str, str | None]:
     """Versions of Python and of the packages that a training's numbers depend on."""
     packages = ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "torchao")
-    return {"python": platform.python_version(), **{name: _version(name) for name in packages}}
+    return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def environment() -> dict:

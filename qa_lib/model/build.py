@@ -29,6 +29,7 @@ from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacin
 from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
+from qa_lib.packages import adapters_fault
 from qa_lib.presets import HEAD, find_shape
 from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings, lacking
@@ -172,11 +173,18 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
             for module in model.modules()
         ):
             raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
+        if fault := adapters_fault():
+            raise UserError(fault)
         # peft asks transformers by a name that transformers 5.23 deprecates.
         warnings.filterwarnings(
             "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
         )
-        from peft import LoraConfig, inject_adapter_in_model
+        try:
+            from peft import LoraConfig, inject_adapter_in_model
+        except ModuleNotFoundError as missing:
+            raise UserError(
+                f"adapters need a package that is not installed: pip install {missing.name}"
+            ) from None
 
         # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
         # position_ids on their way to the model.

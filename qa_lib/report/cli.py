@@ -16,6 +16,8 @@ from PIL import Image
 
 from qa_lib.archive import own_groups
 from qa_lib.errors import one_line, printable
+from qa_lib.packages import check_runner, environment_of_kernels
+from qa_lib.paths import ROOT
 from qa_lib.record import writable_folder, write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
@@ -25,7 +27,6 @@ from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import summary
 
-ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
 READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records
 # Each page that is kept -> the notebook that it is of, and its parameters.
@@ -52,6 +53,8 @@ def main(args: argparse.Namespace) -> int:
             print(f"results written into {page}")
         return 0
     if args.pages:
+        if Path.cwd() != ROOT:
+            raise load.ReportError(f"--pages makes a checkout's own pages: type it in {ROOT}")
         for page, (notebook, parameters) in PAGES.items():
             execute(notebook, ROOT / page, parameters)
             print(f"{notebook} executed into {page}")
@@ -94,8 +97,7 @@ def execute_report(runs: Path, figures: Path, group: str) -> Path:
     """The long page of a group, executed into its folder below `figures`; returns the page's path."""
     page = figures / group / "report.ipynb"
     given_paths = {
-        name: os.path.relpath(path.absolute(), ROOT)
-        for name, path in {"runs": runs, "figures": figures}.items()
+        name: os.path.relpath(path) for name, path in {"runs": runs, "figures": figures}.items()
     }
     execute(NOTEBOOK, page, {"group": group} | given_paths)
     return page
@@ -124,8 +126,9 @@ def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
 
 
 def execute(notebook: str, page: Path, parameters: dict) -> None:
-    """A notebook executed by papermill from the repository's root into `page`, and as Markdown beside it; without
-    traces of when and where. Raises ReportError, which says where it stopped."""
+    """A notebook of ROOT executed by papermill in the current folder into `page`, and as Markdown beside it; without
+    traces of when and where. Raises ReportError, which says where it stopped, and UserError without papermill."""
+    check_runner()
     import nbformat  # these take a second
     import papermill
 
@@ -140,7 +143,8 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
             "progress_bar": False,
         }
         try:
-            papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)
+            with environment_of_kernels():
+                papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
         except papermill.PapermillExecutionError as problem:
             raise load.ReportError(
                 f"{notebook} stopped: {problem.ename}, {problem.evalue}"
@@ -164,7 +168,7 @@ def as_markdown(found, page: Path) -> str:
         for output in cell.get("outputs", []):
             picture = output.get("metadata", {}).get("image/png", {})
             if "file" in picture:
-                file = os.path.relpath(ROOT / picture["file"], page.parent.absolute())
+                file = os.path.relpath(picture["file"], page.parent)
                 parts.append(f"![{picture['alt']}]({Path(file).as_posix()})")
             elif "text/markdown" in output.get("data", {}):
                 parts.append(output["data"]["text/markdown"])

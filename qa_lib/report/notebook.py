@@ -4,7 +4,6 @@ committed records have of a family. Text is Markdown."""
 import contextlib
 import inspect
 import json
-import os
 import re
 import textwrap
 from collections.abc import Sequence
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
 from qa_lib.record import RecordError, read_record
 from qa_lib.report import load, readme
 from qa_lib.report.figures import timed
@@ -78,13 +78,10 @@ def technique(variant: str) -> str:
         found = attrgetter(name)(import_module(module))
         for wrapped in ("fn", "_init_fn"):  # of a Triton kernel, and of a custom operator
             found = getattr(found, wrapped, found)
-        path, (code, first) = (
-            os.path.relpath(inspect.getsourcefile(found)),
-            inspect.getsourcelines(found),
-        )
-        said.append(
-            f"[{path}](../{path}#L{first}):\n\n```python\n{textwrap.dedent(''.join(code))}```"
-        )
+        path = Path(inspect.getsourcefile(found)).relative_to(PACKAGE.parent).as_posix()
+        code, first = inspect.getsourcelines(found)
+        shown = f"[{path}](../{path}#L{first})" if IS_CHECKOUT else f"{path}, line {first}"
+        said.append(f"{shown}:\n\n```python\n{textwrap.dedent(''.join(code))}```")
     return "\n\n".join(said)
 
 
@@ -150,7 +147,7 @@ def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str
 
 def committed(letter: str) -> str:
     """What the committed records have of a family's variants on a GPU. Raises NotMeasured."""
-    every = load.load_runs()
+    every = load.load_runs(ROOT / "runs")
     own = load.nearest(
         every, load.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench")
     )

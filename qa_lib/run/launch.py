@@ -14,6 +14,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,11 +29,11 @@ from typing import ClassVar, TextIO
 
 from qa_lib import record
 from qa_lib.errors import UserError, stopped_by
+from qa_lib.paths import importing
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.run.warm import Forked, fork
 from qa_lib.spec import WORLD, Machine, Spec
 
-ROOT = Path(__file__).resolve().parents[2]
 POLL_S = 0.2
 AT_A_TIME = 64  # jobs in the queue
 SPARE_MIN = 10  # minutes that a job may take beyond its run's limit, which does not count what a run needs to start
@@ -59,7 +60,8 @@ PROBE = (
 
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "-c", PROBE]
+    done = subprocess.run(command, env=importing(os.environ), capture_output=True, text=True)
     return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
@@ -402,7 +404,7 @@ def run_cold(spec: Spec, runs: str | Path) -> dict:
     )  # a finished run would be left alone
     with tempfile.TemporaryDirectory() as empty:
         names = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-        env = os.environ | {name: os.path.join(empty, name) for name in names}
+        env = importing(os.environ | {name: os.path.join(empty, name) for name in names})
         begin, command = (
             time.monotonic(),
             [sys.executable, "-m", "qa_lib", "run", spec.variant, *words],
@@ -486,6 +488,11 @@ def job_name(run_dir: Path) -> str:
 def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     """A node and its environment, asked in a job: this host may be of another kind. It counts as many GPUs as a run in
     `world` processes takes, since that many are its job's. Raises UserError where no such job can run."""
+    if absent := [name for name in ("sinfo", "sbatch", "scancel") if not shutil.which(name)]:
+        raise UserError(
+            f"--launcher slurm: no command {', '.join(absent)} here; type this on a host that has Slurm, "
+            "or add its folder to PATH"
+        )
     partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
     kinds = subprocess.run(
         ["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True
@@ -494,7 +501,8 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        handed_on = importing(os.environ)
+        done = subprocess.run(words, env=handed_on, capture_output=True, text=True)
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr
         )

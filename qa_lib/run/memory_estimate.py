@@ -340,7 +340,7 @@ def _tokens(spec: Spec, samples) -> int:
 
 def gpu_of(sm: int) -> Machine:
     """A GPU of that compute capability with everything installed, for plans made where there is none."""
-    installed = dict.fromkeys(("bitsandbytes", "deepspeed", "torchao", "compiler"), True)
+    installed = dict.fromkeys(("bitsandbytes", "deepspeed", "peft", "torchao", "compiler"), True)
     return Machine("gpu", gpus=1, sm=sm, **installed)
 
 

@@ -21,6 +21,8 @@ import psutil
 from pydantic import TypeAdapter
 
 from qa_lib.errors import SIGNALS, UserError, stoppable
+from qa_lib.packages import PREPARED
+from qa_lib.paths import importing
 from qa_lib.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
@@ -30,7 +32,7 @@ QUIET = {
     "TRANSFORMERS_VERBOSITY": "error",
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
-QUIET["PYTHONUNBUFFERED"] = "1"
+QUIET |= {"PYTHONUNBUFFERED": "1", PREPARED: "1"}
 START = "QA_LIB_START"  # an environment variable of a forked process (warm.py): WARM, or why it is cold all the same
 WARM = "warm"
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
@@ -68,7 +70,7 @@ def child_env(
         changes[SHARE] = "1"
     if threads:
         changes["OMP_NUM_THREADS"] = str(threads)
-    return os.environ | changes
+    return importing(os.environ | changes)
 
 
 def with_driver() -> contextlib.AbstractContextManager:

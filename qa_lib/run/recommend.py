@@ -15,11 +15,12 @@ import numpy as np
 from qa_lib import record
 from qa_lib.archive import read_runs
 from qa_lib.errors import UserError
+from qa_lib.paths import ROOT
 from qa_lib.run.memory_estimate import SquadLengths, config_of, estimate, unpredicted
 from qa_lib.spec import CONTEXT_GIB, Machine, Spec, resolve
 from qa_lib.variants import TASKS, Settings, lacking
 
-COMMITTED = Path(__file__).parents[2] / "runs"  # records, where this is a checkout
+COMMITTED = ROOT / "runs"  # records; of an installed package those of the reference groups
 ROOM = 0.9  # of the free memory that a run may take: the estimate is within a tenth of what was measured
 
 

@@ -19,10 +19,11 @@ from tqdm import tqdm
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
 from qa_lib.errors import UserError, one_line, printable
+from qa_lib.packages import check_runner
+from qa_lib.paths import ROOT
 from qa_lib.presets import find_preset
 from qa_lib.run.compile_cache import use_compile_cache
 from qa_lib.run.launch import (
-    ROOT,
     Launcher,
     SlurmLauncher,
     probe,
@@ -38,7 +39,7 @@ NOT_BEGUN = "not begun"  # of a run without a record
 
 
 def notebook_of(variant: str) -> Path:
-    """The notebook of a variant's family, relative to the repository."""
+    """The notebook of a variant's family, relative to paths.ROOT."""
     return Path("notebooks", f"{FAMILIES[find_variant(variant).family]}.ipynb")
 
 
@@ -54,7 +55,7 @@ def notebook_command(spec: Spec, runs: Path) -> list[str]:
         "--no-progress-bar",
         "--log-output",
         "--cwd",
-        os.path.relpath(ROOT),
+        ".",
     ]
     for name, value in notebook_parameters(spec, runs).items():
         # -r keeps a text a text: a model folder named 1e3 must not become a number.
@@ -66,7 +67,7 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
     """What the driver passes to a notebook's parameters cell. Each variant has its own, and none is compared in it."""
     sources = {"data": spec.data_source, "model": spec.model_source}
     sources = {
-        name: _from_root(source) if Path(source).exists() else source
+        name: _from_here(source) if Path(source).exists() else source
         for name, source in sources.items()
     }
     named = {
@@ -75,24 +76,26 @@ def notebook_parameters(spec: Spec, runs: Path) -> dict:
         "preset": spec.preset.name,
         "seed": spec.seed,
     }
-    return named | sources | spec.own | {"runs": _from_root(runs)}
+    return named | sources | spec.own | {"runs": _from_here(runs)}
 
 
-def _from_root(path: str | Path) -> str:
-    """The path as seen from the repository, so that a notebook shows no machine's folders where it need not."""
-    return os.path.relpath(
-        os.path.abspath(path), ROOT
-    )  # a link by its own name, which is the data's or the model's
+def _from_here(path: str | Path) -> str:
+    """The path as seen from the current folder, in which notebooks run, so that one shows no machine's folders where it
+    need not."""
+    return os.path.relpath(path)  # a link by its own name, which is the data's or the model's
 
 
 def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -> list[dict]:
     """Run what is not finished yet and return every spec's record, in order; see Launcher and run_in_turn.
 
-    Says first what there is to do, then when each run starts and ends and how long is left, and at the end, however it
-    ends, how every run stands. Last comes the command `on_finish`.
+    Says first what there is to do and what cannot run here, then when each run starts and ends and how long is left,
+    and at the end, however it ends, how every run stands. Last comes the command `on_finish`.
     """
     every, done = len(specs), sum(map(launcher.is_finished, specs))
     print(f"sweep: {every} runs, {done} finished, {every - done} to run", flush=True)
+    for reason in dict.fromkeys(spec.skip for spec in specs if spec.skip):
+        names = dict.fromkeys(spec.variant for spec in specs if spec.skip == reason)
+        print(f"sweep: {', '.join(names)} will be skipped: {reason}", flush=True)
     before, begin, started = done, time.monotonic(), set()
     bar = tqdm(
         total=every, initial=done, unit="run", leave=False, disable=None
@@ -220,6 +223,8 @@ def _line(spec: Spec, entry: dict) -> str:
 def main(args: argparse.Namespace) -> int:
     """Plan and run a sweep; exit code 1 when a run failed."""
     use_compile_cache(args.compile_cache)
+    if not args.plan:
+        check_runner()
     # Before this machine is probed, which takes seconds: a wrong name is an error at once.
     every = [
         name for name, variant in VARIANTS.items() if variant.task == find_preset(args.preset).task

@@ -1,0 +1,370 @@
+"""What is installed, what is missing, and what pip is asked for: with distributions and wheels of these tests' own."""
+
+import json
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+import tomllib
+import venv
+import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from setuptools import find_packages
+
+from qa_lib import packages
+from qa_lib.errors import UserError
+from qa_lib.model import build
+from qa_lib.run.plan import plan
+from qa_lib.spec import Machine
+from tests.material import ROOT, refused
+from tests.tiny import planned
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+LINES = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+NAMES = [Requirement(line).name for line in LINES]
+
+
+def metadata_of(name: str, version: str, requires=()) -> str:
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    return "\n".join([*lines, *(f"Requires-Dist: {line}" for line in requires), ""])
+
+
+def installed(folder: Path, name: str, version: str, requires=(), source: str | None = "") -> None:
+    """An installed distribution in a folder, with a module of its name unless its source is None."""
+    info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(metadata_of(name, version, requires))
+    (info / "INSTALLER").write_text("pip\n")
+    module = f"{name.replace('-', '_')}.py"
+    files = [module, *(f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD"))]
+    (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
+    if source is not None:
+        (folder / module).write_text(source)
+
+
+def wheel(folder: Path, name: str, version: str, requires=(), source: str = "") -> None:
+    """A wheel in a folder, with a module of its name."""
+    stem = f"{name.replace('-', '_')}-{version}"
+    tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    files = {
+        f"{name.replace('-', '_')}.py": source,
+        f"{stem}.dist-info/METADATA": metadata_of(name, version, requires),
+        f"{stem}.dist-info/WHEEL": tags,
+    }
+    record = "".join(f"{path},,\n" for path in [*files, f"{stem}.dist-info/RECORD"])
+    folder.mkdir(exist_ok=True)
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for path, content in (files | {f"{stem}.dist-info/RECORD": record}).items():
+            archive.writestr(path, content)
+
+
+# What pyproject.toml says.
+
+
+def test_the_requirements_are_the_package_and_its_extras():
+    project = PROJECT["project"]
+    extras = project["optional-dependencies"]
+    every = project["dependencies"] + [line for use in packages.USES for line in extras[use]]
+    assert sorted(every) == sorted(LINES)
+    for use, names in packages.USES.items():
+        assert sorted(Requirement(line).name for line in extras[use]) == sorted(names)
+    for_tests = (ROOT / "tests" / "requirements.txt").read_text(encoding="utf-8").split()
+    assert sorted(extras["dev"]) == sorted(for_tests)
+
+
+def test_the_package_has_all_its_folders_and_the_reference_records():
+    listed = PROJECT["tool"]["setuptools"]["packages"]
+    assert sorted(listed) == sorted(
+        [*find_packages(str(ROOT), include=["qa_lib*"]), "qa_lib.files"]
+    )
+    files = PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]
+    tasks = tomllib.loads((ROOT / "qa_lib" / "tasks.toml").read_text(encoding="utf-8"))
+    groups = {task["reference"] for task in tasks.values()}
+    assert {f"runs/{group}.jsonl" for group in groups} <= set(files)
+    assert f"figures/{tasks['qa']['reference']}/ladder.png" in files
+    assert [name for name in files if not list(ROOT.glob(name))] == []
+
+
+# What is missing, and what does not fit.
+
+
+def test_what_does_not_fit_another_package_is_found(tmp_path, monkeypatch):
+    installed(tmp_path, "stub-models", "5.15", ["stub-hub>=1.5,<2", "stub-gpu; extra == 'gpu'"])
+    installed(tmp_path, "stub-hub", "2.4")
+    monkeypatch.syspath_prepend(tmp_path)
+    needs = [Requirement(line) for line in ("stub-models>=5", "stub-hub>=1.31,<3", "stub-none>=1")]
+    said = packages.misfits(needs)
+    assert said[1:] == ["stub-hub 2.4 is not <2,>=1.5, which stub-models 5.15 takes"]
+    assert said[0] == "stub-none is missing"
+    wanted = packages.misfits([Requirement("stub-models[gpu]")])
+    assert "stub-gpu is missing" in wanted
+
+
+@pytest.mark.parametrize(
+    ("torchao", "fault"),
+    [("0.10.0", "peft 0.20.0 refuses torchao 0.10.0: type pip install -U"), ("0.16.0", "")],
+)
+def test_a_torchao_that_peft_refuses_is_named(tmp_path, monkeypatch, torchao, fault):
+    versions = {"peft": "0.20.0", "torchao": torchao}
+    monkeypatch.setattr(packages, "version_of", versions.get)
+    assert packages.adapters_fault().startswith(fault) and bool(packages.adapters_fault()) == bool(
+        fault
+    )
+
+
+FAULT = "peft 0.20.0 refuses torchao 0.10.0: type pip install -U torchao"
+
+
+def test_lora_beside_such_a_torchao_is_skipped_and_other_variants_are_not():
+    machine = Machine(peft=True, compiler=True, adapters_fault=FAULT)
+    specs = plan(["A1", "B1", "B2"], "smoke", data="synthetic:40", machine=machine)
+    assert [spec.skip for spec in specs] == [None, FAULT, None]
+
+
+def test_lora_beside_such_a_torchao_is_one_line_where_the_model_is_built(monkeypatch):
+    monkeypatch.setattr(build, "adapters_fault", lambda: FAULT)
+    refused("peft 0.20.0 refuses torchao", build.build_model, planned("B1"))
+
+
+def test_lora_without_peft_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    refused("pip install peft", build.build_model, planned("B1"))
+    (spec,) = plan(["B1"], "smoke", data="synthetic:40", machine=Machine(compiler=True))
+    assert spec.skip == "needs the package peft: type pip install peft"
+
+
+def test_a_python_without_papermill_says_what_to_type(monkeypatch):
+    monkeypatch.setattr(packages, "is_importable", lambda name: name != "papermill")
+    said = refused("papermill missing; type pip install", packages.check_runner)
+    assert "`run` trains without a notebook" in said
+
+
+def test_a_kernel_that_is_not_there_is_named_with_its_folder(tmp_path, monkeypatch):
+    folder = tmp_path / "kernels" / "python3"
+    folder.mkdir(parents=True)
+    spec = {"argv": ["/gone/venv/bin/python", "-m", "ipykernel_launcher"], "display_name": "x"}
+    (folder / "kernel.json").write_text(json.dumps(spec | {"language": "python"}))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
+    refused(rf"{folder} starts /gone/venv/bin/python.*remove that folder", packages.check_runner)
+
+
+def test_a_sweep_without_papermill_starts_nothing(tmp_path, monkeypatch, typed):
+    monkeypatch.setattr(packages, "is_importable", lambda name: name != "papermill")
+    said = typed(f"sweep --preset smoke --variants A1 --runs {tmp_path}", code=2)
+    assert "papermill missing" in said and not list(tmp_path.iterdir())
+
+
+# Installing, in Colab: an environment of stub distributions, and pip without a network.
+
+MODELS = """from importlib.metadata import version
+if int(version("huggingface_hub").split(".")[0]) >= 2:
+    raise ImportError("huggingface-hub>=1.5.0,<2.0 is required")
+"""
+HUB_1, HUB_2 = ["huggingface_hub>=1.5,<2"], ["huggingface_hub>=2.1,<3"]
+
+
+class Colab:
+    """A Python with what Colab has, as far as that matters here, and an index of a few wheels."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.index = folder, folder / "index"
+        venv.create(folder / "venv", with_pip=False)
+        self.python = folder / "venv" / "bin" / "python"
+        self.site = next((folder / "venv" / "lib").glob("*/site-packages"))
+        for name, version, *more in (
+            ("torch", "2.11.0+cu128"),
+            ("transformers", "5.15.0", HUB_1, MODELS),
+            ("huggingface_hub", "1.27.0"),
+            ("peft", "0.20.0", ["transformers"]),
+            ("torchao", "0.10.0"),
+            ("google-colab", "1.0.0"),
+        ):
+            installed(self.site, name, version, *more)
+        self.offer("transformers", "5.23.0", HUB_2)
+        self.offer("transformers", "5.15.0", HUB_1, MODELS)
+        self.offer("huggingface_hub", "2.4.0")
+        self.offer("huggingface_hub", "1.40.0")
+        self.offer("torchao", "0.18.0")
+        self.offer("torch", "2.13.0")
+        for line in LINES:
+            needed = Requirement(line)
+            if needed.name not in ("torch", "transformers", "huggingface_hub"):
+                least = next(s.version for s in needed.specifier if s.operator == ">=")
+                self.offer(needed.name, least, ["transformers"] * (needed.name == "peft"))
+        # The part of the checkout that the setup cell needs, and empty modules for what it imports at its end.
+        library = folder / "lab" / "qa_lib"
+        for part in packages.PARTS:
+            path = library.parent / f"{part.replace('.', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        for name in ("__init__", "packages", "paths", "errors"):
+            source = ROOT / "qa_lib" / f"{name}.py"
+            (library / source.name).write_text(source.read_text(encoding="utf-8"))
+        (library.parent / "requirements.txt").write_text("\n".join(LINES))
+        # pip and packaging of the tests' Python, without their being installed there.
+        tools = folder / "tools"
+        tools.mkdir()
+        for name in ("pip", "packaging"):
+            (tools / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+        self.environment = {
+            "PATH": os.environ["PATH"],
+            "PYTHONPATH": f"{library.parent}:{tools}",
+            "PIP_NO_INDEX": "1",
+            "PIP_FIND_LINKS": str(self.index),
+            "PIP_CONFIG_FILE": os.devnull,
+            "PIP_NO_CACHE_DIR": "1",
+            "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        }
+
+    def offer(self, *words) -> None:
+        wheel(self.index, *words)
+
+    def run(self, program: str, **more: str) -> subprocess.CompletedProcess:
+        command = [self.python, "-c", program]
+        environment = self.environment | more
+        return subprocess.run(
+            command, cwd=self.folder, env=environment, capture_output=True, text=True
+        )
+
+    def prepare(self, **more: str) -> subprocess.CompletedProcess:
+        """What the setup cell does."""
+        return self.run("from qa_lib.packages import prepare_notebook; prepare_notebook()", **more)
+
+    def version(self, name: str) -> str | None:
+        stem = name.replace("-", "_")
+        found = [path.name.split("-")[1] for path in self.site.glob(f"{stem}-*.dist-info")]
+        assert len(found) < 2
+        return found[0].removesuffix(".dist") if found else None
+
+
+needs_pip = pytest.mark.skipif(
+    not (Path(sysconfig.get_path("purelib")) / "pip").is_dir(), reason="no pip here"
+)
+
+
+@pytest.fixture
+def colab(tmp_path):
+    return Colab(tmp_path)
+
+
+@needs_pip
+def test_the_setup_cell_leaves_colab_with_packages_that_go_together(colab):
+    done = colab.prepare()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert colab.version("torch") == "2.11.0+cu128"
+    assert colab.version("transformers") == "5.15.0"
+    assert colab.version("huggingface_hub") == "1.40.0"
+    assert colab.version("torchao") == "0.18.0", "peft refuses the one that was there"
+    assert [name for name in NAMES if colab.version(name) is None] == []
+    again = colab.prepare(PIP_FIND_LINKS="/nowhere")
+    assert (again.returncode, again.stderr) == (0, ""), "nothing is missing, so pip is not asked"
+
+
+@needs_pip
+def test_packages_that_fit_one_by_one_and_not_each_other_are_mended(colab):
+    """What the setup cell of before left behind: every line is met, and transformers cannot be imported."""
+    assert colab.prepare().returncode == 0
+    hub = "huggingface_hub==2.4.0"
+    assert colab.run(f"from pip import main; main(['install', '-q', '{hub}'])").returncode == 0
+    assert colab.version("huggingface_hub") == "2.4.0"
+    done = colab.prepare()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert colab.version("huggingface_hub") == "1.40.0"
+
+
+@needs_pip
+def test_two_setup_cells_at_once_install_once(colab):
+    log, pip = colab.folder / "calls", colab.folder / "tools" / "pip"
+    real = pip.readlink()
+    pip.unlink()
+    pip.mkdir()
+    for path in real.iterdir():  # all of pip but its beginning, which notes that it was called
+        if path.name != "__main__.py":
+            (pip / path.name).symlink_to(path)
+    noted = f"open({str(log)!r}, 'a').write('called\\n')"
+    start = f"{noted}\nfrom pip._internal.cli.main import main\nraise SystemExit(main())\n"
+    (pip / "__main__.py").write_text(start)
+    with ThreadPoolExecutor(2) as pool:
+        done = list(pool.map(lambda _: colab.prepare(), range(2)))
+    assert [each.returncode for each in done] == [0, 0], [each.stderr for each in done]
+    assert log.read_text() == "called\n"
+
+
+@needs_pip
+def test_what_cannot_be_imported_afterwards_is_one_line(colab):
+    colab.offer("seaborn", "0.13.9", (), "raise ImportError('numpy has no trapz')")
+    done = colab.prepare()
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode == 1
+    assert last.endswith("NotReady: seaborn cannot be imported: numpy has no trapz")
+
+
+@needs_pip
+def test_what_pip_cannot_find_is_one_line(colab):
+    done = colab.prepare(PIP_FIND_LINKS="/nowhere")
+    assert "NotReady: pip could not install what this notebook needs: No matching" in done.stderr
+
+
+@needs_pip
+def test_a_package_that_was_replaced_while_in_use_asks_for_a_restart(colab):
+    done = colab.run(
+        "import huggingface_hub\nfrom qa_lib.packages import prepare_notebook; prepare_notebook()"
+    )
+    assert "huggingface_hub was replaced while in use: restart the session" in done.stderr
+
+
+BREAK_PIP = {"PIP_FIND_LINKS": "/nowhere"}
+
+
+def test_outside_colab_one_line_says_what_is_missing_and_nothing_is_installed(colab):
+    before = sorted(path.name for path in colab.site.iterdir())
+    done = colab.run(
+        "from qa_lib import packages\n"
+        "real = packages.version_of\n"
+        "packages.version_of = lambda name: None if name == 'google-colab' else real(name)\n"
+        "packages.prepare_notebook()"
+    )
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 0 and line.endswith("type %pip install -r requirements.txt")
+    assert "papermill is missing" in line and "gradio" not in line and "peft" not in line
+    assert sorted(path.name for path in colab.site.iterdir()) == before
+
+
+def test_a_notebook_that_a_driver_executes_never_calls_pip(colab):
+    done = colab.prepare(**BREAK_PIP, QA_LIB_PREPARED="1")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_ipython_shows_the_one_line_of_what_is_not_ready():
+    assert packages.NotReady("a line")._render_traceback_() == ["a line"]
+    assert issubclass(packages.NotReady, UserError)
+
+
+def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
+    program = (
+        f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
+        "from qa_lib.run.launch import probe; print(probe()[0].hardware)"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.stdout and done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("module", "packages_of"), [("gradio", "app"), ("peft", "adapters"), ("PIL", "notebooks")]
+)
+def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(
+    monkeypatch, module, packages_of
+):
+    monkeypatch.setattr(packages, "IS_CHECKOUT", False)
+    said = packages.how_to_have(module)
+    assert said.startswith("type pip install ")
+    assert {Requirement(word).name for word in shlex.split(said)[3:]} == {
+        *packages.USES[packages_of]
+    }
