@@ -78,7 +78,9 @@ def test_a_data_set_without_answers_is_answered_as_its_json_is(tmp_path, typed):
 
 
 @pytest.mark.parametrize(
-    "learn", [trained_tokenizer, byte_level_tokenizer, modern_tokenizer], ids=str
+    "learn",
+    [trained_tokenizer, byte_level_tokenizer, modern_tokenizer],
+    ids=["BERT", "RoBERTa", "ModernBERT"],
 )
 @pytest.mark.parametrize("unit", ["then alice ", "abcdefé", "a\n", " "], ids=ascii)
 def test_a_text_ten_times_as_long_takes_no_more_than_ten_times_as_long(learn, unit):

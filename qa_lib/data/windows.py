@@ -295,7 +295,7 @@ def _gold_spans(examples: list[Example], pieces: Pieces, context) -> tuple[np.nd
         finish = start + len(text.rstrip())
         begins, ends = pieces.offsets[pieces.starts[context[i]] : pieces.starts[context[i] + 1]].T
         inside = (begins < finish) & (ends > begin) & (ends > begins)
-        if not inside.any():
+        if begin >= finish or not inside.any():
             tokens[i] = TOKENLESS
             continue
         spans[i] = max(begin, begins[inside].min()), min(finish, ends[inside].max())
