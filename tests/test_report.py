@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -592,6 +593,18 @@ def test_ones_own_runs_are_shown_first_and_archived_ones_to_who_names_them(runs,
     assert said.startswith("Group cpu-local: 2 runs, ") and "cpu-smoke" not in said
     text = Path("figures/cpu-local/report.md").read_text()
     assert "cpu-smoke" not in text and not Path("figures/cpu-local/report.ipynb").exists()
+
+
+def test_the_page_of_ones_own_group_says_what_three_seeds_show(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        make(Path("runs"), "A1", seed, f1=80 + seed)
+        make(Path("runs"), "A2", seed, f1=80.1 + 1.01 * seed)
+        make(Path("runs"), "B1", seed, f1=60 + seed)
+    typed("report")
+    text = Path("figures/cpu-smoke/report.md").read_text()
+    assert re.search(r"(?m)^\| A2 \|.*\+0\.11.±.0\.02 \| ✓ \|$", text)
+    assert re.search(r"(?m)^\| B1 \|.*−20\.00.±.0\.00 \| ✗ \|$", text)
 
 
 def test_a_group_of_ones_own_is_shown_without_what_is_archived_of_it(runs, typed):

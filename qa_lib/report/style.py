@@ -159,7 +159,7 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
         with contextlib.suppress(
             OSError, SyntaxError, ValueError
         ):  # as Pillow calls what is no PNG
-            if not path.is_symlink():
+            if path.is_file() and not path.is_symlink():
                 with Image.open(path, formats=["PNG"]) as image:
                     found.append((image.text.get("Title", path.stem), path.read_bytes()))
     return found
