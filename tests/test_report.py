@@ -682,3 +682,14 @@ def test_a_group_of_another_task_judges_none_and_one_without_its_baseline_is_not
     }
     assert "L1" in set(load.nearest(every, load.REFERENCE, "lm-bench")["spec.variant"])
     assert load.nearest(every[every["spec.variant"] != "L1"], load.REFERENCE, "lm-bench").empty
+
+
+def test_an_errors_words_are_shown_as_words(tmp_path, monkeypatch, typed):
+    """Without escapes; dollars are no formula."""
+    monkeypatch.chdir(tmp_path)
+    make(Path("runs"), "A1")
+    said = {"kind": "E", "message": "\x1b[2Jodd $\\bad{ é"}
+    make(Path("runs"), "A2", status="error", error=said)
+    assert "[2Jodd $\\bad{ é" in typed("report")
+    text = Path("figures/cpu-smoke/report.md").read_text()
+    assert "\x1b" not in text and "Not shown" not in text and "error: [2Jodd $\\bad{ é" in text
