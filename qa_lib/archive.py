@@ -7,6 +7,7 @@ folder wins over a line of the same run. An archived run is evidence and nobody'
 
 import argparse
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.errors import UserError, one_line, printable
+from qa_lib.errors import UserError, first_line, one_line, printable
 from qa_lib.record import RecordError
 
 # Of a line of steps.jsonl; phi: the gradient noise scale so far.
@@ -94,12 +95,16 @@ def _archived_steps(path: Path) -> dict[tuple[str, str], pd.DataFrame]:
         if "started" not in steps:
             steps["started"] = ""
         steps["started"] = steps["started"].fillna("")
+        steps[[*STEP_COLUMNS]] = steps[[*STEP_COLUMNS]].astype(float)
+        steps = steps[steps["step"].between(1, 2**53)]  # which no NaN is
         return {
-            owner: own[[*STEP_COLUMNS]].astype(float).reset_index(drop=True)
+            owner: own[[*STEP_COLUMNS]].reset_index(drop=True)
             for owner, own in steps.groupby(OWNER)
         }
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
+    except Exception as problem:  # whatever Arrow and pandas make of a damaged file
+        raise RecordError(
+            f"{path}: not readable as steps of runs ({first_line(problem):.160})"
+        ) from problem
 
 
 def say_left_out(group: str, problem: RecordError) -> None:
@@ -191,7 +196,7 @@ def main(args: argparse.Namespace) -> int:
     No line of the archive is ever dropped: not one that cannot be read, which a newer version may read, nor one of a
     run that was done again. Raises UserError for what is no group, and where nothing has ended.
     """
-    if Path(args.group).name != args.group:
+    if not re.fullmatch(record.NAME, args.group):
         raise UserError(f"{args.group!r} is not the name of a group")
     path = args.runs / f"{args.group}.jsonl"
     record.writable(path)
