@@ -136,6 +136,7 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
         try:
             whole = record.document(path, record.SCHEMA)
             run = Run(record.checked(path, whole), run_dir, whole=whole)
+            record.check_group(path, run.record)
             if run.key != (run_dir.parent.name, run_dir.name):
                 raise RecordError(f"{run_dir}: its record is that of {'/'.join(run.key)[:80]}")
             yield run
@@ -186,7 +187,9 @@ def _archived_run(path: Path, number: int, line: bytes) -> Run:
     whole = record.parsed(place, text, record.SCHEMA)
     if whole.get("group") != path.stem:
         raise RecordError(f"{place}: a record of group {str(whole.get('group'))[:40]!r}")
-    return Run(record.checked(place, whole, Archived), archive=path, whole=whole)
+    entry = record.checked(place, whole, Archived)
+    record.check_group(place, entry)
+    return Run(entry, archive=path, whole=whole)
 
 
 def main(args: argparse.Namespace) -> int:
