@@ -7,10 +7,11 @@ folder wins over a line of the same run. An archived run is evidence and nobody'
 
 import argparse
 import io
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from glob import escape
 from pathlib import Path
@@ -18,7 +19,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.errors import UserError, one_line, printable
+from qa_lib.errors import UserError, first_line, one_line, printable
 from qa_lib.record import RecordError
 
 # Of a line of steps.jsonl; phi: the gradient noise scale so far.
@@ -94,12 +95,16 @@ def _archived_steps(path: Path) -> dict[tuple[str, str], pd.DataFrame]:
         if "started" not in steps:
             steps["started"] = ""
         steps["started"] = steps["started"].fillna("")
+        steps[[*STEP_COLUMNS]] = steps[[*STEP_COLUMNS]].astype(float)
+        steps = steps[steps["step"].between(1, 2**53)]  # which no NaN is
         return {
-            owner: own[[*STEP_COLUMNS]].astype(float).reset_index(drop=True)
+            owner: own[[*STEP_COLUMNS]].reset_index(drop=True)
             for owner, own in steps.groupby(OWNER)
         }
-    except (OSError, ValueError, KeyError, TypeError) as problem:
-        raise RecordError(f"{path}: not readable as steps of runs ({problem})") from problem
+    except Exception as problem:  # whatever Arrow and pandas make of a damaged file
+        raise RecordError(
+            f"{path}: not readable as steps of runs ({first_line(problem):.160})"
+        ) from problem
 
 
 def say_left_out(group: str, problem: RecordError) -> None:
@@ -131,6 +136,7 @@ def runs_in_folders(runs: Path, group: str | None, left_out: Callable) -> Iterat
         try:
             whole = record.document(path, record.SCHEMA)
             run = Run(record.checked(path, whole), run_dir, whole=whole)
+            record.check_group(path, run.record)
             if run.key != (run_dir.parent.name, run_dir.name):
                 raise RecordError(f"{run_dir}: its record is that of {'/'.join(run.key)[:80]}")
             yield run
@@ -181,7 +187,9 @@ def _archived_run(path: Path, number: int, line: bytes) -> Run:
     whole = record.parsed(place, text, record.SCHEMA)
     if whole.get("group") != path.stem:
         raise RecordError(f"{place}: a record of group {str(whole.get('group'))[:40]!r}")
-    return Run(record.checked(place, whole, Archived), archive=path, whole=whole)
+    entry = record.checked(place, whole, Archived)
+    record.check_group(place, entry)
+    return Run(entry, archive=path, whole=whole)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -191,7 +199,7 @@ def main(args: argparse.Namespace) -> int:
     No line of the archive is ever dropped: not one that cannot be read, which a newer version may read, nor one of a
     run that was done again. Raises UserError for what is no group, and where nothing has ended.
     """
-    if Path(args.group).name != args.group:
+    if not re.fullmatch(record.NAME, args.group):
         raise UserError(f"{args.group!r} is not the name of a group")
     path = args.runs / f"{args.group}.jsonl"
     record.writable(path)
@@ -226,36 +234,32 @@ def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> in
     The steps are written first. They hold those of all older lines as well, so that a sudden end in between leaves an
     archive that is whole, beside some steps that nobody reads.
     """
-    lines = _lines(path) if path.exists() else []
-    kept: list[Run | bytes] = []  # runs of the archive, and lines that cannot be read
-    for number, line in enumerate(lines, 1):
+    lines: list[tuple[bytes, Run | None]] = []  # each with its run, if it can be read
+    for number, line in enumerate(_lines(path) if path.exists() else [], 1):
         try:
-            kept.append(_archived_run(path, number, line))
+            lines.append((line, _archived_run(path, number, line)))
         except RecordError as problem:
             if line.strip():
                 print(one_line(f"kept as it is: {problem}"), file=sys.stderr)
-                kept.append(line)
+                lines.append((line, None))
     for run in sorted(ended, key=lambda run: run.key):
         try:
-            whole = _whole_line(run)
+            whole, line = _line_of(run)
         except RecordError as problem:
             unread.append(problem)
             continue
-        older = [other for other in kept if isinstance(other, Run)]
-        if any(_covers(other.whole, whole) for other in older):
+        if any(older and _covers(older.whole, whole) for _, older in lines):
             continue
-        said_again = [other for other in older if _covers(whole, other.whole)]
-        kept = [other for other in kept if other not in said_again]
-        kept.append(replace(run, whole=whole))
-    every = [run for run in kept if isinstance(run, Run)]
-    written = [run if isinstance(run, bytes) else _written(run.whole) for run in kept]
+        lines = [pair for pair in lines if not (pair[1] and _covers(whole, pair[1].whole))]
+        lines.append((line, run))
+    every = [run for _, run in lines if run]
     steps = _steps_of(path, every)
     if len(steps):
         buffer = io.BytesIO()
         steps.to_parquet(buffer, compression="zstd", index=False)
         record.write_atomically(path.with_suffix(".steps.parquet"), buffer.getvalue())
         _archived_steps.cache_clear()
-    record.write_atomically(path, b"".join(line + b"\n" for line in written))
+    record.write_atomically(path, b"".join(line + b"\n" for line, _ in lines))
     times = Counter(run.record["run_id"] for run in every)
     for run_id, count in times.items():
         if count > 1:
@@ -264,20 +268,15 @@ def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> in
     return len(times)
 
 
-def _whole_line(run: Run) -> dict:
-    """What an archive says of a run in a folder: its record with the fields that this version does not know, and what
-    lies beside it. Raises RecordError."""
+def _line_of(run: Run) -> tuple[dict, bytes]:
+    """What an archive says of a run in a folder, also as JSON: its record with the fields that this version does not
+    know, and what lies beside it. Raises RecordError."""
     whole = _merged(run.record, run.whole)
     whole |= {"profile": run.profile(), "quantized": run.quantized()}
     try:
-        _written(whole)
+        return whole, record.as_json(whole, separators=(",", ":")).encode()
     except (ValueError, RecursionError) as problem:
         raise RecordError(f"{run.folder}: not to be written as JSON ({problem})") from problem
-    return whole
-
-
-def _written(whole: dict) -> bytes:
-    return record.as_json(whole, separators=(",", ":")).encode()
 
 
 def _merged(known: dict, found: dict) -> dict:
@@ -307,19 +306,17 @@ def _counting(records: list[dict]) -> str:
 
 def _steps_of(path: Path, every: list[Run]) -> pd.DataFrame:
     """The steps of runs, with OWNER and STEP_COLUMNS; and those that the archive at `path` has of lines that cannot be
-    read."""
+    read, and of runs that have lost theirs."""
     parts = {}
     for run in every:
         owner = (run.record["run_id"], run.record["time"]["started"])
         steps = run.steps()
         if owner not in parts or len(steps):  # of equal owners one is a changed copy of the other
             parts[owner] = steps
-    run_ids = {run_id for run_id, _ in parts}
-    for owner, steps in _archived_steps(path.with_suffix(".steps.parquet")).items():
-        run_id, started = owner
-        is_known = owner in parts if started else run_id in run_ids
-        if not is_known:
-            parts[owner] = steps
+    for (run_id, started), steps in _archived_steps(path.with_suffix(".steps.parquet")).items():
+        same = [owner for owner in parts if owner[0] == run_id and started in ("", owner[1])]
+        if all(len(parts[owner]) < len(steps) for owner in same):
+            parts[same[0] if same else (run_id, started)] = steps
     named = [
         steps.assign(run_id=run_id, started=started) for (run_id, started), steps in parts.items()
     ]

@@ -357,15 +357,8 @@ def _words_of(record: dict) -> Iterator[tuple[str, object, bool]]:
     for name in ("run_id", "group"):
         yield name, record[name], re.fullmatch(NAME, record[name]) is not None
     yield "status", record["status"], record["status"] in STATUSES
-    spec, preset = record["spec"], record["spec"]["preset"]
-    # One of other hardware, say, would make the report refuse the whole group as a mixed one.
-    own = group_name(spec["hardware"], preset["name"], preset["task"])
-    yield "group, which its spec does not give,", record["group"], record["group"] == own
-    task = record["task"]
-    known = SCORING.get(task["name"])
-    yield "task.name", task["name"], known is not None and task["name"] == preset["task"]
-    for name in ("metric", "label", "higher_is_better"):
-        yield f"task.{name}", task[name], task[name] == known[name]
+    task = record["task"]["name"]
+    yield "task.name", task, task in SCORING
     gpu = record["env"].get("gpu")
     yield "env.gpu", gpu, gpu is None or isinstance(gpu, str)
     for name, types in SETTING_TYPES.items():
@@ -401,6 +394,26 @@ def parsed(path: Path, text: str, known: str) -> dict:
             f"{path}: schema {schema!r:.60} is not known to this version, which reads {known!r}"
         )
     return found
+
+
+def check_group(path: Path, record: dict) -> None:
+    """Raises RecordError for a record, read from `path`, that says otherwise than its group. One of other hardware or
+    of another task, say, would make the report refuse the whole group as a mixed one."""
+    task, spec = record["task"], record["spec"]
+    preset = spec["preset"]
+    own = group_name(spec["hardware"], preset["name"], preset["task"])
+    if record["group"] != own:
+        raise RecordError(
+            f"{path}: group is {record['group'][:40]!r}, and its spec is of {own[:80]!r}"
+        )
+    if task["name"] != preset["task"]:
+        raise RecordError(
+            f"{path}: task.name is {task['name']!r}, and its preset's {preset['task'][:40]!r}"
+        )
+    for name in ("metric", "label", "higher_is_better"):
+        known = SCORING[task["name"]][name]
+        if task[name] != known:
+            raise RecordError(f"{path}: task.{name} is {str(task[name])[:40]!r}, and not {known!r}")
 
 
 def _is_text(content: object) -> bool:

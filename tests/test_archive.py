@@ -190,6 +190,22 @@ def test_a_profile_that_came_later_goes_into_the_line_that_is_there(runs, specs,
     assert len(lines_of(runs)) == 3 and read_runs(runs)[1].profile() == profile
 
 
+def test_a_log_that_is_gone_takes_nothing_from_the_archive(runs, specs):
+    assert archive(runs) == 0
+    folder = runs / specs[0].run_path
+    (folder / "steps.jsonl").unlink()
+    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}})
+    archived(runs, specs)
+    assert len(read_runs(runs)[0].steps()) == 2
+
+
+def test_a_line_with_what_json_has_not_stays_as_it_is(runs, specs):
+    path = archived(runs, specs) / f"{GROUP}.jsonl"
+    path.write_text(path.read_text().replace('"busy_ms":1.0', '"busy_ms":NaN'))
+    before = path.read_bytes()
+    assert archive(runs) == 0 and path.read_bytes() == before
+
+
 def test_fields_that_are_not_known_survive_being_archived_twice(runs, specs):
     path = runs / specs[0].run_path / "record.json"
     entry = json.loads(path.read_text())

@@ -302,3 +302,17 @@ def test_wrong_labels_give_another_signature(lab):
     found, nulls = evaluated(lab, in_order(lab.samples, logits))
     assert nulls == 1 and found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)
     assert loss > 2 * 0.794, "the reference project's loss"
+
+
+def test_predictions_are_not_written_over_what_a_link_leads_to(samples, tmp_path):
+    found = decode(samples, EXAMPLES, *in_order(samples, logits(samples)))
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    (theirs / "predictions.json").write_text("mine")
+    (tmp_path / "out").symlink_to("theirs")
+    (tmp_path / "answers").mkdir()
+    (tmp_path / "answers" / "predictions.json").symlink_to(theirs / "predictions.json")
+    for name in ("out", "answers"):
+        refused("a link", found.write, tmp_path / name)
+    assert [path.read_text() for path in theirs.iterdir()] == ["mine"]
+    assert len(list((tmp_path / "answers").iterdir())) == 1, "none of the four is written"

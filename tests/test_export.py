@@ -173,3 +173,14 @@ def test_no_record_and_following_into_a_table_are_one_line(tmp_path, typed):
     assert said == f"error: no record of h100-full below {tmp_path}\n"
     said = typed("export --csv x.csv --follow --runs", tmp_path, code=2)
     assert said == "error: --follow goes with one of --tensorboard, --wandb, --trackio\n"
+
+
+def test_steps_that_cannot_be_read_cost_a_sentence_a_run(runs, tmp_path, lab, capsys):
+    main(["archive", "cpu-smoke", "--runs", str(runs)])
+    (runs / "cpu-smoke").rename(tmp_path / "away")
+    (runs / "cpu-smoke.steps.parquet").write_text("no parquet")
+    leave(runs, plan(["A2"], "smoke", data="synthetic:40", machine=Machine())[0])
+    words = ["export", "--group", "cpu-smoke", "--runs", str(runs), "--tensorboard"]
+    assert main([*words, str(tmp_path / "logs")]) == 0
+    assert capsys.readouterr().err.count("left out: ") == 2
+    assert lab.SummaryWriter.call_count == 1

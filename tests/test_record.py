@@ -291,7 +291,7 @@ def test_what_no_text_file_can_hold_is_written_as_question_marks(spec, tmp_path)
 
 
 # The way to a value of a record, and what no record may have there.
-ODD = [("error.message", "\ud800"), ("task.name", "translation"), ("task.metric", "bleu")]
+ODD = [("error.message", "\ud800"), ("task.name", "translation"), ("task.metric", None)]
 ODD += [("task.label", 5), ("status", "fine"), ("env.gpu", 5), ("spec.settings.precision", 16)]
 ODD += [
     ("spec.settings.cuda_graph", "yes"),
@@ -332,3 +332,18 @@ def test_a_number_is_no_truth_value_and_a_size_is_above_0(spec, tmp_path, way, v
     functools.reduce(operator.getitem, above, entry)[last] = value
     record.write_record(tmp_path, entry)
     refused(last, record.read_record, tmp_path)
+
+
+OTHER_PLACES = [("spec.hardware", "h200"), ("spec.preset.name", "bench"), ("task.metric", "bleu")]
+OTHER_PLACES += [("task.name", "lm"), ("spec.preset.task", "lm"), ("task.label", "x" * 500)]
+
+
+@pytest.mark.parametrize(("way", "value"), OTHER_PLACES)
+def test_a_record_of_another_group_costs_itself_and_not_its_group(spec, tmp_path, way, value):
+    folder = leave(tmp_path, spec)
+    entry, (*above, last) = record.read_record(folder), way.split(".")
+    functools.reduce(operator.getitem, above, entry)[last] = value
+    record.write_record(folder, entry)
+    said = []
+    assert read_runs(tmp_path, left_out=lambda group, problem: said.append(str(problem))) == []
+    assert len(said) == 1 and f"{folder.name}/record.json: " in said[0] and len(said[0]) < 400

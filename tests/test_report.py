@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+import re
 import subprocess
 from pathlib import Path
 
@@ -594,6 +595,18 @@ def test_ones_own_runs_are_shown_first_and_archived_ones_to_who_names_them(runs,
     assert "cpu-smoke" not in text and not Path("figures/cpu-local/report.ipynb").exists()
 
 
+def test_the_page_of_ones_own_group_says_what_three_seeds_show(tmp_path, monkeypatch, typed):
+    monkeypatch.chdir(tmp_path)
+    for seed in range(3):
+        make(Path("runs"), "A1", seed, f1=80 + seed)
+        make(Path("runs"), "A2", seed, f1=80.1 + 1.01 * seed)
+        make(Path("runs"), "B1", seed, f1=60 + seed)
+    typed("report")
+    text = Path("figures/cpu-smoke/report.md").read_text()
+    assert re.search(r"(?m)^\| A2 \|.*\+0\.11.±.0\.02 \| ✓ \|$", text)
+    assert re.search(r"(?m)^\| B1 \|.*−20\.00.±.0\.00 \| ✗ \|$", text)
+
+
 def test_a_group_of_ones_own_is_shown_without_what_is_archived_of_it(runs, typed):
     typed("archive cpu-smoke --runs", runs)
     Path(runs, "cpu-smoke").rename("away")
@@ -669,3 +682,14 @@ def test_a_group_of_another_task_judges_none_and_one_without_its_baseline_is_not
     }
     assert "L1" in set(load.nearest(every, load.REFERENCE, "lm-bench")["spec.variant"])
     assert load.nearest(every[every["spec.variant"] != "L1"], load.REFERENCE, "lm-bench").empty
+
+
+def test_an_errors_words_are_shown_as_words(tmp_path, monkeypatch, typed):
+    """Without escapes; dollars are no formula."""
+    monkeypatch.chdir(tmp_path)
+    make(Path("runs"), "A1")
+    said = {"kind": "E", "message": "\x1b[2Jodd $\\bad{ é"}
+    make(Path("runs"), "A2", status="error", error=said)
+    assert "[2Jodd $\\bad{ é" in typed("report")
+    text = Path("figures/cpu-smoke/report.md").read_text()
+    assert "\x1b" not in text and "Not shown" not in text and "error: [2Jodd $\\bad{ é" in text

@@ -482,3 +482,27 @@ def test_force_empties_a_folder_and_nothing_that_its_links_lead_to(tmp_path):
     assert [entry["status"] for entry in launcher.run_all(specs)] == ["ok", "error"]
     assert not (own / "old").exists() and not (own / "log.txt").is_symlink()
     assert {path.name: path.read_text() for path in theirs.iterdir()} == {"file": "mine"}
+
+
+VERBS = ["run A1 --preset smoke", "sweep --variants A1 --preset smoke", "archive g", "report"]
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_runs_folder_that_leads_nowhere_is_one_line(verb, tmp_path, typed):
+    (tmp_path / "loop").symlink_to("loop")
+    said = typed(f"{verb} --runs", tmp_path / "loop", code=2)
+    assert said.startswith("error: ") and said.count("\n") == 1
+
+
+def test_runs_may_lie_on_another_disk(tmp_path, typed):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "runs").symlink_to("disk")
+    (spec,) = plan(["A1"], "test", data="synthetic:80", machine=Machine())
+
+    def command(spec, runs):
+        return call("tests.small:pretend", spec, runs, 0.0)
+
+    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
+    assert launcher.run_all([spec])[0]["status"] == "ok"
+    assert "1 runs" in typed("archive", spec.group, "--runs", tmp_path / "runs")
+    assert (tmp_path / "disk" / f"{spec.group}.jsonl").is_file()

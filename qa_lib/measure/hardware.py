@@ -20,6 +20,7 @@ import torch.distributed as dist
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch, ask_nvml, elapsed
 from qa_lib.packages import adapters_fault, version_of
+from qa_lib.record import open_to_write
 from qa_lib.spec import Machine, hardware_name
 from qa_lib.variants import AMPERE, VOLTA
 
@@ -65,7 +66,7 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
         # In one order for all runs: two that each hold what the other waits for would wait for ever.
         for uuid in sorted(str(torch.cuda.get_device_properties(card).uuid) for card in cards):
             stream = held.enter_context(
-                open(Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock"), "a")
+                open_to_write(Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock"), "a")
             )
             try:
                 fcntl.flock(stream, kind | fcntl.LOCK_NB)

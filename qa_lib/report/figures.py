@@ -96,7 +96,12 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     )
     for height, note in shown.loc[speed.isna(), "note"].items():
         axis.text(
-            0, height, " " + textwrap.shorten(note or "not measured", 60), va="center", fontsize=8
+            0,
+            height,
+            " " + textwrap.shorten(note or "not measured", 60),
+            va="center",
+            fontsize=8,
+            parse_math=False,
         )
     factors = {f"× {base}": shown["ratio"].map(number), "× variant above": _gains(shown)}
     style.columns(axis, {"samples/s": speed.map(number)} | factors | {"n": shown["n"].map(str)})

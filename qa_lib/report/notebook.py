@@ -16,7 +16,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
-from qa_lib.record import RecordError, read_record
+from qa_lib.record import RecordError, read_record, regular
 from qa_lib.report import load, readme
 from qa_lib.report.figures import timed
 from qa_lib.report.format import markdown, number, say
@@ -100,7 +100,7 @@ def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
     for record in records:
         path = Path(runs, record["group"], record["run_id"], "answers", "predictions.json")
         if record["status"] == "ok" and shown:
-            given = json.loads(path.read_text(encoding="utf-8"))
+            given = json.loads(regular(path).read_text(encoding="utf-8"))
             table[record["spec"]["variant"]] = [given[example.id] or NONE for example in shown]
     table["gold"] = [example.answers[0][0] if example.answers else NONE for example in shown]
     return markdown(table, set(table))

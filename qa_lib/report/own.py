@@ -11,8 +11,9 @@ import pandas as pd
 from qa_lib.record import writable_folder, write_atomically
 from qa_lib.report import load
 from qa_lib.report.figures import fig_ladder
-from qa_lib.report.format import markdown, say
+from qa_lib.report.format import markdown, render, say
 from qa_lib.report.readme import source
+from qa_lib.report.stats import LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.report.style import SPOILT, digest, png, reason, style, title_of
 from qa_lib.report.summary import result_table, summary
 
@@ -56,6 +57,7 @@ def write_page(runs: pd.DataFrame, folder: Path) -> Path:
         "## What came of them",
         markdown(result_table(lines, RESULTS)),
         say("own_columns", base=load.baseline(runs), score=runs["task.label"].iloc[0]),
+        *_verdicts(runs),
         "## Speed, and what it cost",
         _ladder(runs, writable_folder(folder)),
         markdown(result_table(lines, COSTS)),
@@ -64,6 +66,18 @@ def write_page(runs: pd.DataFrame, folder: Path) -> Path:
     page = folder / "report.md"
     write_atomically(page, "\n\n".join(parts) + "\n")
     return page
+
+
+def _verdicts(runs: pd.DataFrame) -> list[str]:
+    """Which variants are as good as the baseline by three seeds and more, as Markdown; nothing where none has them."""
+    try:
+        tested = equivalence(load.usual(runs)).dropna(subset="best_delta±").reset_index()
+    except load.NotMeasured:
+        return []
+    tested["verdict"] = tested["verdict"].map(VERDICTS)
+    heads = f"variant, n, delta=ΔF1, best_delta=ΔF1 at best, verdict=within {MARGIN:g} F1"
+    table = render(tested, heads, gain="delta best_delta")
+    return [markdown(table), say("own_verdicts", margin=MARGIN, level=LEVEL)]
 
 
 def _about(runs: pd.DataFrame) -> str:

@@ -68,8 +68,10 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     """An empty figure with a title and, below it, a caption; `height` in inches."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(wrap(title, 84), x=0.01, ha="left", fontsize=12, fontweight="bold")
-    figure.supxlabel(wrap(note, 148), x=0.01, ha="left", fontsize=8, color="0.35")
+    # A record's words may have dollars, between which matplotlib would look for formulas.
+    plain = {"x": 0.01, "ha": "left", "parse_math": False}
+    figure.suptitle(wrap(title, 84), fontsize=12, fontweight="bold", **plain)
+    figure.supxlabel(wrap(note, 148), fontsize=8, color="0.35", **plain)
     return figure
 
 
@@ -159,7 +161,7 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
         with contextlib.suppress(
             OSError, SyntaxError, ValueError
         ):  # as Pillow calls what is no PNG
-            if not path.is_symlink():
+            if path.is_file() and not path.is_symlink():
                 with Image.open(path, formats=["PNG"]) as image:
                     found.append((image.text.get("Title", path.stem), path.read_bytes()))
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib import record
-from qa_lib.archive import Run, own_first, read_runs, runs_in_folders
+from qa_lib.archive import Run, own_first, read_runs, runs_in_folders, say_left_out
 from qa_lib.errors import UserError, printable
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
@@ -37,7 +37,10 @@ def main(args: argparse.Namespace) -> int:
     if tracker:
         with contextlib.closing(Export(tracker, out)) as export:
             for run in found:
-                export.update(run)
+                try:
+                    export.update(run)
+                except record.RecordError as problem:
+                    say_left_out(run.record["group"], problem)
             while args.follow:
                 time.sleep(EVERY_S)
                 for run in runs_in_folders(args.runs, args.group, left_out=lambda *_: None):

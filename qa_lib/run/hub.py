@@ -160,8 +160,8 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False, say=
         if others:
             names = ", ".join(path.name for path in others)
             say(printable(f"not uploaded, since no files of a checkpoint: {names:.200}"))
-        files = {path.name: path for path in paths} | results_files(entry)
         try:
+            files = {path.name: path for path in paths} | results_files(entry)
             return _upload(files, repo, public, add, f"Add the model of run {entry['run_id']}")
         except UserError:
             raise

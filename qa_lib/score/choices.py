@@ -84,7 +84,7 @@ def named(models: list[str | Path]) -> list[Choice]:
 
 def _of_run(folder: Path) -> Choice | None:
     """The checkpoint of a run that ended ok, or None where no record says so."""
-    with contextlib.suppress(ValueError, KeyError, TypeError):
+    with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
         record = read_record(folder.resolve().parent)
         spec, quality, width = record["spec"], record["quality"], ""
         if record["status"] != "ok" or record["task"]["name"] != "qa":

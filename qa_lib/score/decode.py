@@ -30,7 +30,7 @@ import torch
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.presets import ANSWER_TOKENS
-from qa_lib.record import writable_folder, write_atomically
+from qa_lib.record import writable, writable_folder, write_atomically
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
@@ -116,6 +116,8 @@ class Answers:
         # The largest first: where it fills the disk, all four stay as they were.
         files = {"nbest_predictions": self.nbest, "predictions": self.predictions}
         files |= {"texts": self.texts, "null_odds": self.null_odds}
+        for name in files:
+            writable(Path(folder, f"{name}.json"))
         encode = json.JSONEncoder(check_circular=False).encode  # a quarter quicker
         for name, content in files.items():
             # One question a line: readable, and the fast encoder of json knows no indentation.
