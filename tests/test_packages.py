@@ -8,6 +8,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+import types
 import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from setuptools import find_packages
 
 from qa_lib import packages
 from qa_lib.errors import UserError
-from qa_lib.model import build
+from qa_lib.model import build, qat
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
 from tests.material import ROOT, python, refused
@@ -117,6 +118,19 @@ def test_a_torchao_that_peft_refuses_is_named(tmp_path, monkeypatch, torchao, fa
     assert packages.adapters_fault().startswith(fault) and bool(packages.adapters_fault()) == bool(
         fault
     )
+
+
+def test_a_torchao_that_cannot_quantize_is_named(monkeypatch):
+    module = types.ModuleType("torchao")
+    parts = ("torchao", "torchao.quantization", "torchao.quantization.qat")
+    for name in parts:
+        monkeypatch.setitem(sys.modules, name, module)
+    module.quantization = module.qat = module
+    monkeypatch.setattr(qat, "version_of", {"torchao": "0.10.0"}.get)
+    monkeypatch.setattr(packages, "version_of", {"torchao": "0.10.0"}.get)
+    refused("need torchao 0.16 or newer, here 0.10.0: pip install -U torchao", qat._torchao)
+    (spec,) = plan(["A1-int8"], "smoke", data="synthetic:40", machine=Machine(compiler=True))
+    assert spec.skip == "needs the package torchao, 0.16 or newer: type pip install -U torchao"
 
 
 FAULT = "peft 0.20.0 refuses torchao 0.10.0: type pip install -U torchao"
