@@ -139,15 +139,21 @@ def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
                 yield needed
 
 
+def is_torchao_usable() -> bool:
+    """Whether torchao is here, and new enough."""
+    from packaging.version import Version
+
+    there = version_of("torchao")
+    return there is not None and Version(there) >= Version(TORCHAO)
+
+
 def adapters_fault() -> str:
     """Why adapters cannot be used although peft is here, and what to type; "" where nothing is known.
 
     peft 0.19 and newer raise an error where a model gets an adapter beside a torchao that they find too old.
     """
-    from packaging.version import Version
-
     peft, torchao = version_of("peft"), version_of("torchao")
-    if None in (peft, torchao) or Version(torchao) >= Version(TORCHAO):
+    if None in (peft, torchao) or is_torchao_usable():
         return ""
     return (
         f"peft {peft} refuses torchao {torchao}: "

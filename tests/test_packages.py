@@ -3,13 +3,16 @@
 import json
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
+import types
 import venv
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -18,10 +21,10 @@ from setuptools import find_packages
 
 from qa_lib import packages
 from qa_lib.errors import UserError
-from qa_lib.model import build
+from qa_lib.model import build, qat
 from qa_lib.run.plan import plan
 from qa_lib.spec import Machine
-from tests.material import ROOT, refused
+from tests.material import ROOT, python, refused
 from tests.tiny import planned
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
@@ -115,6 +118,19 @@ def test_a_torchao_that_peft_refuses_is_named(tmp_path, monkeypatch, torchao, fa
     assert packages.adapters_fault().startswith(fault) and bool(packages.adapters_fault()) == bool(
         fault
     )
+
+
+def test_a_torchao_that_cannot_quantize_is_named(monkeypatch):
+    module = types.ModuleType("torchao")
+    parts = ("torchao", "torchao.quantization", "torchao.quantization.qat")
+    for name in parts:
+        monkeypatch.setitem(sys.modules, name, module)
+    module.quantization = module.qat = module
+    monkeypatch.setattr(qat, "version_of", {"torchao": "0.10.0"}.get)
+    monkeypatch.setattr(packages, "version_of", {"torchao": "0.10.0"}.get)
+    refused("need torchao 0.16 or newer, here 0.10.0: pip install -U torchao", qat._torchao)
+    (spec,) = plan(["A1-int8"], "smoke", data="synthetic:40", machine=Machine(compiler=True))
+    assert spec.skip == "needs the package torchao, 0.16 or newer: type pip install -U torchao"
 
 
 FAULT = "peft 0.20.0 refuses torchao 0.10.0: type pip install -U torchao"
@@ -368,3 +384,120 @@ def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(
     assert {Requirement(word).name for word in shlex.split(said)[3:]} == {
         *packages.USES[packages_of]
     }
+
+
+# A wheel, and a Python that lacks what training does not need.
+
+
+@pytest.fixture(scope="module")
+def unpacked(tmp_path_factory):
+    """What a wheel of this checkout has, in a folder that nobody may write to; built without a network."""
+    if find_spec("setuptools.build_meta") is None:
+        pytest.skip("no setuptools here")
+    folder = tmp_path_factory.mktemp("wheel")
+    source, site = folder / "source", folder / "site"
+    source.mkdir()
+    for name in ("pyproject.toml", "README.md", "LICENSE", "requirements.txt"):
+        shutil.copy(ROOT / name, source)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("qa_lib", "notebooks"):
+        shutil.copytree(ROOT / name, source / name, ignore=ignored)
+    for name in PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]:
+        if name.startswith(("runs/", "figures/")):
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, source / name)
+    program = "from setuptools.build_meta import build_wheel; build_wheel('..')"
+    python("-c", program, cwd=source)
+    (built,) = folder.glob("*.whl")
+    with zipfile.ZipFile(built) as archive:
+        archive.extractall(site)
+    for path in [site, *site.rglob("*")]:
+        path.chmod(path.stat().st_mode & ~0o222)
+    yield site
+    for path in [site, *site.rglob("*")]:
+        path.chmod(path.stat().st_mode | 0o200)
+
+
+def test_a_wheel_has_its_notebooks_records_and_picture(unpacked, tmp_path):
+    program = """
+from qa_lib import paths, quickstart
+from qa_lib.archive import read_runs
+from qa_lib.run.recommend import COMMITTED
+from qa_lib.run.sweep import notebook_of
+from qa_lib.variants import FAMILIES, TASKS, find_family
+assert not paths.IS_CHECKOUT
+for task in TASKS.values():
+    assert read_runs(COMMITTED, task["reference"])
+for letter in FAMILIES:
+    assert (paths.ROOT / notebook_of(find_family(letter)[0])).is_file()
+assert (paths.ROOT / "notebooks" / "report.ipynb").is_file()
+assert (paths.ROOT / "figures" / quickstart.REFERENCE / "ladder.png").is_file()
+print(paths.ROOT)
+"""
+    done = python("-c", program, cwd=tmp_path, PYTHONPATH=str(unpacked))
+    assert done.stdout.strip() == str(unpacked / "qa_lib" / "files")
+
+
+@pytest.mark.slow
+def test_a_wheel_sweeps_through_its_notebooks_and_reports_into_the_current_folder(
+    unpacked, tmp_path
+):
+    environment = {"PYTHONPATH": str(unpacked), "OMP_NUM_THREADS": "1"}
+    words = "-m qa_lib sweep --preset smoke --variants A1".split()
+    assert "sweep: 1 ok" in python(*words, cwd=tmp_path, **environment).stdout
+    python("-m", "qa_lib", "report", cwd=tmp_path, **environment)
+    assert list(tmp_path.glob("runs/cpu-smoke/A1-*/notebook.ipynb"))
+    assert (tmp_path / "figures" / "cpu-smoke" / "report.md").is_file()
+
+
+HIDDEN = """
+import sys
+from importlib import metadata
+from importlib.abc import MetaPathFinder
+
+NAMES = {"gradio", "jupyter", "peft", "pip"}
+
+class Hidden(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in NAMES:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Hidden())
+found = metadata.Distribution.from_name.__func__
+
+def from_name(cls, name):
+    if name in NAMES:
+        raise metadata.PackageNotFoundError(name)
+    return found(cls, name)
+
+metadata.Distribution.from_name = classmethod(from_name)
+"""
+
+
+@pytest.fixture
+def lean(tmp_path):
+    """The environment variables of a Python that has papermill and ipykernel, but no gradio, jupyter, peft and pip."""
+    (tmp_path / "lean").mkdir()
+    (tmp_path / "lean" / "sitecustomize.py").write_text(HIDDEN)
+    return {"PYTHONPATH": str(tmp_path / "lean"), "OMP_NUM_THREADS": "1"}
+
+
+def test_a_sweep_says_before_its_first_run_what_is_missing(lean, tmp_path):
+    words = ["sweep", "--preset", "smoke", "--variants", "B1", "B1-all"]
+    done = python("-m", "qa_lib", *words, "--runs", tmp_path / "runs", **lean)
+    lines = done.stdout.splitlines()
+    reason = "needs the package peft: type pip install peft"
+    assert lines[:2] == [
+        "sweep: 2 runs, 0 finished, 2 to run",
+        f"sweep: B1, B1-all will be skipped: {reason}",
+    ]
+    assert lines[-1] == "sweep: 2 skipped"
+    ends = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/*/record.json")]
+    assert {entry["error"]["message"] for entry in ends} == {reason} and len(ends) == 2
+
+
+@pytest.mark.slow
+def test_a_sweep_without_peft_and_an_index_skips_what_needs_it_and_runs_the_rest(lean, tmp_path):
+    words = ["sweep", "--preset", "smoke", "--variants", "A1", "B1", "--runs", tmp_path / "runs"]
+    done = python("-m", "qa_lib", *words, **lean, PIP_NO_INDEX="1")
+    assert done.stdout.splitlines()[-1] == "sweep: 1 ok, 1 skipped"

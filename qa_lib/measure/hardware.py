@@ -19,8 +19,8 @@ import torch.distributed as dist
 
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import MIB, Stopwatch, ask_nvml, elapsed
-from qa_lib.packages import adapters_fault, version_of
 from qa_lib.record import open_to_write
+from qa_lib.packages import adapters_fault, is_torchao_usable, version_of
 from qa_lib.spec import Machine, hardware_name
 from qa_lib.variants import AMPERE, VOLTA
 
@@ -88,8 +88,9 @@ def this_machine() -> Machine:
         free_mib=_free_mib() if gpus else 0,
         **{
             package: version_of(package) is not None
-            for package in ("bitsandbytes", "deepspeed", "peft", "torchao")
+            for package in ("bitsandbytes", "deepspeed", "peft")
         },
+        torchao=is_torchao_usable(),
         adapters_fault=adapters_fault(),
         compiler=version_of("triton") is not None and sm >= VOLTA if gpus else compiler,
     )

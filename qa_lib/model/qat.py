@@ -23,6 +23,7 @@ from transformers import PreTrainedTokenizerBase as Tokenizer
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.hf_checkpoint import QUANTIZED, replacing
+from qa_lib.packages import TORCHAO, is_torchao_usable, version_of
 
 WIDTHS = ("int8", "int4")
 GROUP = 32  # weights that share a scale in 4 bits
@@ -75,6 +76,10 @@ def _torchao():
         raise UserError(
             "quantized weights need a package that is not installed: pip install torchao"
         ) from None
+    if (there := version_of("torchao")) and not is_torchao_usable():
+        raise UserError(
+            f"quantized weights need torchao {TORCHAO} or newer, here {there}: pip install -U torchao"
+        )
     return torchao.quantization
 
 

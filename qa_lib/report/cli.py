@@ -17,8 +17,8 @@ from PIL import Image
 from qa_lib.archive import own_groups
 from qa_lib.errors import one_line, printable
 from qa_lib.packages import check_runner, environment_of_kernels
-from qa_lib.paths import ROOT
 from qa_lib.record import writable_folder, write_atomically
+from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.report import load
 from qa_lib.report.format import terminal
 from qa_lib.report.notebook import brief
@@ -53,8 +53,8 @@ def main(args: argparse.Namespace) -> int:
             print(f"results written into {page}")
         return 0
     if args.pages:
-        if Path.cwd() != ROOT:
-            raise load.ReportError(f"--pages makes a checkout's own pages: type it in {ROOT}")
+        if not IS_CHECKOUT or Path.cwd() != ROOT:
+            raise load.ReportError("--pages makes the pages of a checkout: type it in its root")
         for page, (notebook, parameters) in PAGES.items():
             execute(notebook, ROOT / page, parameters)
             print(f"{notebook} executed into {page}")
