@@ -1,8 +1,10 @@
 """What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
 
 import contextlib
+import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator, Mapping
 
@@ -15,6 +17,16 @@ def printable(text: str) -> str:
     """Text as a terminal may have it: without control characters, which can clear it or set its title, but for line
     ends and tabs; half characters as question marks."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).encode(errors="replace").decode()
+
+
+def print_anything() -> None:
+    """From now on this process, and those that it starts, can print any text, whatever the encoding of their outputs:
+    what that lacks comes as an escape, such as \\xef."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # which a notebook's has not, nor one that is closed
+            stream.reconfigure(errors="backslashreplace")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
 
 
 def first_line(error: BaseException) -> str:

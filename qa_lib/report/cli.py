@@ -21,6 +21,7 @@ from qa_lib.report.notebook import brief
 from qa_lib.report.readme import with_results
 from qa_lib.report.style import SPOILT, digest, reason
 from qa_lib.report.summary import summary
+from qa_lib.run.process import jupyter_path
 
 ROOT = Path(__file__).parents[2]
 NOTEBOOK = "notebooks/report.ipynb"
@@ -106,12 +107,14 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
     import papermill
     from traitlets.config import Config
 
+    os.environ["JUPYTER_PATH"] = jupyter_path()
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "out.ipynb")
         # Over files of its own: the kernel listens on no port.
         own = {
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
             "progress_bar": False,
+            "kernel_name": "python3",
         }
         try:
             papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=ROOT, **own)

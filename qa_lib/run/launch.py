@@ -59,7 +59,9 @@ PROBE = (
 
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
-    done = subprocess.run([sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE], cwd=ROOT, capture_output=True, text=True, errors="replace"
+    )
     return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
@@ -473,7 +475,7 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
-        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+        done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, errors="replace")
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr
         )

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from qa_lib.errors import SIGNALS, UserError, stoppable
+from qa_lib.errors import SIGNALS, UserError, print_anything, stoppable
 from qa_lib.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time
@@ -31,6 +31,9 @@ QUIET = {
     "PYDEVD_DISABLE_FILE_VALIDATION": "1",
 }
 QUIET["PYTHONUNBUFFERED"] = "1"
+# Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for it; one that is
+# installed for a user may be of an environment that is gone.
+KERNELS = Path(__file__).with_name("jupyter")
 START = "QA_LIB_START"  # an environment variable of a forked process (warm.py): WARM, or why it is cold all the same
 WARM = "warm"
 DRIVER = "QA_LIB_DRIVER"  # an environment variable of a run that has a driver: a file that the driver has locked
@@ -59,7 +62,7 @@ def child_env(
     cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None
 ) -> dict[str, str]:
     """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
-    changes = dict(QUIET)
+    changes = QUIET | {"JUPYTER_PATH": jupyter_path()}
     if cards:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else range(max(cards) + 1)
@@ -69,6 +72,14 @@ def child_env(
     if threads:
         changes["OMP_NUM_THREADS"] = str(threads)
     return os.environ | changes
+
+
+def jupyter_path() -> str:
+    """The value of JUPYTER_PATH by which notebooks run in this Python, whatever kernels are installed beside it."""
+    before = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
+    return os.pathsep.join(
+        [str(KERNELS), *(path for path in before if path and path != str(KERNELS))]
+    )
 
 
 def with_driver() -> contextlib.AbstractContextManager:
@@ -116,4 +127,5 @@ def kill(process: subprocess.Popen) -> None:
 
 
 if __name__ == "__main__":  # the child that `call` starts
+    print_anything()
     pkgutil.resolve_name(sys.argv[1])(spec_from(sys.argv[2]), *sys.argv[3:])
