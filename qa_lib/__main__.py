@@ -8,7 +8,14 @@ import os
 import sys
 
 from qa_lib.cli import VERBS, parser_of
-from qa_lib.errors import UserError, first_line, printable, stoppable, stopped_by
+from qa_lib.errors import (
+    UserError,
+    first_line,
+    print_anything,
+    printable,
+    stoppable,
+    stopped_by,
+)
 from qa_lib.packages import how_to_have
 from qa_lib.variants import find
 
@@ -76,6 +83,7 @@ def _run(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    print_anything()
     code = main(sys.argv[1:])
     if code == STOPPED:
         os._exit(code)  # Python would wait for threads that are in the middle of something

@@ -1,6 +1,7 @@
 """What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -31,6 +32,16 @@ def printable(text: str) -> str:
 def one_line(text: str) -> str:
     """As printable, in one line."""
     return " ".join(printable(text).split())
+
+
+def print_anything() -> None:
+    """From now on this process, and those that it starts, can print any text, whatever the encoding of their outputs:
+    what that lacks comes as an escape, such as \\xef."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):  # which a notebook's has not, nor one that is closed
+            stream.reconfigure(errors="backslashreplace")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
 
 
 def first_line(error: BaseException) -> str:

@@ -12,7 +12,6 @@ import fcntl
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qa_lib.errors import UserError
-from qa_lib.paths import IS_CHECKOUT, ROOT, importing
+from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT, importing
 
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
@@ -36,6 +35,9 @@ USES = {
     "adapters": ("bitsandbytes", "peft"),
 }
 RUNNER = ("papermill", "ipykernel", "seaborn", "scipy")  # what a notebook is executed with
+# Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for it; one that is
+# installed for a user may be of an environment that is gone.
+KERNELS = PACKAGE / "run" / "jupyter"
 TORCHAO = "0.16"  # the oldest that peft bears beside itself, and that quantizes here
 # What a notebook imports, and what packages import late: a wrong version may show there alone.
 PARTS = ("qa_lib.run.fit", "qa_lib.train.trainer", "qa_lib.report.figures", "qa_lib.app")
@@ -169,28 +171,21 @@ def check_runner() -> None:
             f"notebooks cannot be executed here: {', '.join(missing)} missing; "
             f"type {how_to_install(missing)} (`run` trains without a notebook)"
         )
-    from jupyter_client.kernelspec import KernelSpecManager, NoSuchKernel
 
-    try:
-        kernel = KernelSpecManager().get_kernel_spec("python3")
-    except NoSuchKernel:
-        raise UserError(
-            "notebooks cannot be executed here: there is no kernel python3; "
-            "type python -m ipykernel install --sys-prefix"
-        ) from None
-    # Without a folder it is this Python, whatever is on the PATH.
-    if "/" in kernel.argv[0] and not shutil.which(kernel.argv[0]):
-        raise UserError(
-            f"notebooks cannot be executed here: the kernel in {kernel.resource_dir} starts "
-            f"{kernel.argv[0]}, which is not there; remove that folder"
-        )
+
+def jupyter_path() -> str:
+    """The value of JUPYTER_PATH by which notebooks run in this Python, whatever kernels are installed beside it."""
+    before = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
+    return os.pathsep.join(
+        [str(KERNELS), *(path for path in before if path and path != str(KERNELS))]
+    )
 
 
 @contextlib.contextmanager
 def environment_of_kernels() -> Iterator[None]:
-    """Inside, kernels that this process starts have PREPARED, and import this library."""
+    """Inside, kernels that this process starts are of this Python, have PREPARED, and import this library."""
     before = dict(os.environ)
-    os.environ.update(importing(os.environ) | {PREPARED: "1"})
+    os.environ.update(importing(os.environ) | {PREPARED: "1", "JUPYTER_PATH": jupyter_path()})
     try:
         yield
     finally:

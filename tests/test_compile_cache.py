@@ -223,14 +223,15 @@ def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeyp
 
 
 @pytest.mark.slow
-def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(tmp_path):
+@pytest.mark.parametrize("variant", ["A3", "A0-compile", "E-plain"])  # one of each engine
+def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(variant, tmp_path):
     """Checkout, environment, temporary folder, compile cache and runs."""
     place = tmp_path / 'it\'s "my" lab'
     shutil.copytree(ROOT / "qa_lib", place / "lab" / "qa_lib")
     environment = place / "an environment"
     environment.symlink_to(sys.prefix)
     (place / "temporary files").mkdir()
-    words = ["-m", "qa_lib", "run", "A3", "--preset", "smoke"]
+    words = ["-m", "qa_lib", "run", variant, "--preset", "smoke"]
     words += ["--compile-cache", str(place / "my cache"), "--runs", str(place / "my runs")]
     done = subprocess.run(
         [environment / "bin" / "python", *words],
@@ -239,4 +240,4 @@ def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(tmp_pat
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and "A3: ok" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and f"{variant}: ok" in done.stdout, done.stdout + done.stderr

@@ -23,13 +23,15 @@ from tests.tiny import planned, quiet
 PLACES, SPEC = sorted(CODE.files), planned()
 
 
+def copied_package(place: Path) -> Path:
+    """A copy of the package, which tests may edit; each leaves it as it was."""
+    left_out = shutil.ignore_patterns("__pycache__", ".*")
+    return shutil.copytree(ROOT / "qa_lib", place / "qa_lib", ignore=left_out)
+
+
 @pytest.fixture(scope="module")
 def package(tmp_path_factory):
-    """A copy of the package, which tests may edit; each leaves it as it was."""
-    folder = tmp_path_factory.mktemp("code") / "qa_lib"
-    return shutil.copytree(
-        ROOT / "qa_lib", folder, ignore=shutil.ignore_patterns("__pycache__", ".*")
-    )
+    return copied_package(tmp_path_factory.mktemp("code"))
 
 
 def edit(path: Path) -> bytes:

@@ -160,15 +160,6 @@ def test_a_python_without_papermill_says_what_to_type(monkeypatch):
     assert "`run` trains without a notebook" in said
 
 
-def test_a_kernel_that_is_not_there_is_named_with_its_folder(tmp_path, monkeypatch):
-    folder = tmp_path / "kernels" / "python3"
-    folder.mkdir(parents=True)
-    spec = {"argv": ["/gone/venv/bin/python", "-m", "ipykernel_launcher"], "display_name": "x"}
-    (folder / "kernel.json").write_text(json.dumps(spec | {"language": "python"}))
-    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path))
-    refused(rf"{folder} starts /gone/venv/bin/python.*remove that folder", packages.check_runner)
-
-
 def test_a_sweep_without_papermill_starts_nothing(tmp_path, monkeypatch, typed):
     monkeypatch.setattr(packages, "is_importable", lambda name: name != "papermill")
     said = typed(f"sweep --preset smoke --variants A1 --runs {tmp_path}", code=2)

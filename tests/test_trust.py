@@ -33,6 +33,7 @@ from qa_lib.data import windows
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
+from qa_lib.loaded import file_digests
 from qa_lib.model.build import save_model
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.report import cli
@@ -40,11 +41,13 @@ from qa_lib.run.launch import Launcher, judge
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
+from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.data_parallel import NoParallel
 from qa_lib.train.process_group import ProcessGroup
 from tests.conftest import slow
 from tests.material import cases, document, hub_row, leave, question, trained_tokenizer, write
+from tests.test_loaded import Run, copied_package
 from tests.test_report import make
 from tests.test_windows import same
 from tests.tiny import CPU, H200, checkpoint, planned
@@ -379,6 +382,27 @@ def test_a_checkpoint_may_hold_anything(tmp_path):
             assert step == 7 and torch.equal(model.weight, weights)
             for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
                 assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_code_may_be_edited_anywhere_at_any_time(tmp_path, monkeypatch):
+    """A run whose code is not at its end what it was at its begin, or was not all the while, begins anew."""
+    monkeypatch.setattr(checkpoints, "code_version", lambda: {"commit": None})  # asks git
+    package, chance = copied_package(tmp_path), random.Random(0)
+    run, places = Run(tmp_path, package), sorted(file_digests(package))
+    for _ in range(2 * TIMES):
+        path, moment = package / chance.choice(places), chance.choice(["before", "during", "after"])
+        before = path.read_bytes()
+        spoiled = spoilt(bytearray(before or b"#\n"), chance, chance.choice(["bit", "cut"]))
+        if moment == "before":
+            path.write_bytes(spoiled)
+        process = run.begin()
+        if moment == "during":
+            path.write_bytes(spoiled)
+        process.save(7)
+        path.write_bytes(spoiled if moment == "after" else before)
+        step, note = run.begin().load()
+        assert spoiled == before or (step == 0 and "began anew" in note), (path, moment)
+        path.write_bytes(before)
 
 
 def test_a_data_file_may_hold_anything(tmp_path):

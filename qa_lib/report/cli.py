@@ -17,8 +17,8 @@ from PIL import Image
 from qa_lib.archive import own_groups
 from qa_lib.errors import one_line, printable
 from qa_lib.packages import check_runner, environment_of_kernels
-from qa_lib.record import writable_folder, write_atomically
 from qa_lib.paths import IS_CHECKOUT, ROOT
+from qa_lib.record import writable_folder, write_atomically
 from qa_lib.report import load
 from qa_lib.report.format import terminal
 from qa_lib.report.notebook import brief
@@ -141,6 +141,7 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
         own = {
             "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
             "progress_bar": False,
+            "kernel_name": "python3",
         }
         try:
             with environment_of_kernels():

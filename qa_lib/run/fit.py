@@ -52,7 +52,12 @@ from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
 from qa_lib.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
-from qa_lib.train.compile import forget_compiled, found_in_cache, start_compilers
+from qa_lib.train.compile import (
+    forget_compiled,
+    found_in_cache,
+    start_compilers,
+    use_plain_paths,
+)
 from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.grad_noise import efficiency
 from qa_lib.train.pipeline import bubble, measured_bubble
@@ -171,6 +176,8 @@ def train(
 ) -> tuple:
     """Forget what an earlier run of this process has compiled, then train with the spec's engine; see loop.train."""
     forget_compiled()
+    if spec.settings.compile != "none":
+        use_plain_paths()
     engine = importlib.import_module(ENGINES[spec.settings.engine])
     with contextlib.nullcontext(ranks) if ranks else ProcessGroup(device) as ranks:
         ranks.join(spec)

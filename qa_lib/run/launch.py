@@ -61,7 +61,9 @@ PROBE = (
 def probe() -> tuple[Machine, dict]:
     """This machine and its environment, asked in a process of its own, since the driver must not hold a GPU."""
     command = [sys.executable, "-c", PROBE]
-    done = subprocess.run(command, env=importing(os.environ), capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=importing(os.environ), capture_output=True, text=True, errors="replace"
+    )
     return probed("this Python", done.returncode, done.stderr if done.returncode else done.stdout)
 
 
@@ -502,7 +504,9 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
         handed_on = importing(os.environ)
-        done = subprocess.run(words, env=handed_on, capture_output=True, text=True)
+        done = subprocess.run(
+            words, env=handed_on, capture_output=True, text=True, errors="replace"
+        )
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr
         )

@@ -20,8 +20,8 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from qa_lib.errors import SIGNALS, UserError, stoppable
-from qa_lib.packages import PREPARED
+from qa_lib.errors import SIGNALS, UserError, print_anything, stoppable
+from qa_lib.packages import PREPARED, jupyter_path
 from qa_lib.paths import importing
 from qa_lib.spec import Spec
 
@@ -61,7 +61,7 @@ def child_env(
     cards: tuple[int, ...] = (), shared: bool = False, threads: int | None = None
 ) -> dict[str, str]:
     """The environment of a run's process; it sees these of the cards that are visible here, or without `cards` all."""
-    changes = dict(QUIET)
+    changes = QUIET | {"JUPYTER_PATH": jupyter_path()}
     if cards:
         visible = os.environ.get("CUDA_VISIBLE_DEVICES")
         names = visible.split(",") if visible else range(max(cards) + 1)
@@ -118,4 +118,5 @@ def kill(process: subprocess.Popen) -> None:
 
 
 if __name__ == "__main__":  # the child that `call` starts
+    print_anything()
     pkgutil.resolve_name(sys.argv[1])(spec_from(sys.argv[2]), *sys.argv[3:])

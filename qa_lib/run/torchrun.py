@@ -64,7 +64,12 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
     command, env = call("qa_lib.run.torchrun:supervise", spec, runs), child_env(threads=threads)
     process = subprocess.Popen(
-        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
     )
     reason = "its processes ended before the run did"
     try:

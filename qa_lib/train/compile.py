@@ -87,8 +87,6 @@ def compiled(model: torch.nn.Module, settings: Settings):
         # Inductor would do so itself, and first write a log line of all that leads to the operator: in PyTorch 2.11 it
         # takes twice as long for every layer, and hours for twelve.
         make_fallback(torch.ops.qa_lib.linear_cross_entropy.default, require_contiguous, warn=False)
-    if backend == "inductor":
-        use_plain_paths()
     by_backend = partial(torch.compile, backend=backend, dynamic=settings.padding == "longest")
     return (
         RegionalModel(model.model, by_backend)

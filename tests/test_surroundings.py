@@ -1,0 +1,61 @@
+"""What lies around a run: kernels that are gone, and outputs that are not UTF-8."""
+
+import json
+import os
+import sys
+
+import pytest
+
+from qa_lib.packages import KERNELS, jupyter_path
+from qa_lib.run.process import child_env
+from tests.material import leave, python
+from tests.tiny import planned
+
+FIND = (
+    "from jupyter_client.kernelspec import KernelSpecManager as M;"
+    "print(M().get_kernel_spec('python3').resource_dir)"
+)
+
+
+@pytest.fixture
+def stale(tmp_path):
+    """A folder of Jupyter's with a kernel `python3` whose Python is gone."""
+    kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
+    kernel.parent.mkdir(parents=True)
+    command = ["/gone/venv/bin/python", "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+    content = {"argv": command, "display_name": "Python 3", "language": "python"}
+    kernel.write_text(json.dumps(content))
+    return tmp_path / "jupyter"
+
+
+@pytest.mark.parametrize("variable", ["JUPYTER_PATH", "JUPYTER_DATA_DIR"])
+def test_a_notebooks_kernel_is_of_this_python_whatever_is_installed(stale, monkeypatch, variable):
+    monkeypatch.setenv(variable, str(stale))
+    found = python("-c", FIND, JUPYTER_PATH=child_env()["JUPYTER_PATH"]).stdout.strip()
+    assert found == str(KERNELS / "kernels" / "python3")
+
+
+def test_the_kernels_command_is_one_that_jupyter_starts_by_its_own_python():
+    content = json.loads((KERNELS / "kernels" / "python3" / "kernel.json").read_text())
+    assert content["argv"][0] == "python" and sys.version_info[0] == 3
+
+
+def test_what_a_user_has_in_jupyters_path_stays_there_and_comes_later(monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", os.pathsep.join(["/a", "/b"]))
+    once = jupyter_path()
+    assert once.split(os.pathsep) == [str(KERNELS), "/a", "/b"]
+    monkeypatch.setenv("JUPYTER_PATH", once)
+    assert jupyter_path() == once
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252", "latin-1"])
+def test_what_an_output_lacks_is_printed_as_an_escape(encoding, tmp_path):
+    leave(tmp_path, planned())
+    words = ["export", "--csv", tmp_path / "☃.csv", "--runs", tmp_path]
+    assert "\\u2603.csv" in python("-m", "qa_lib", *words, PYTHONIOENCODING=encoding).stdout
+
+
+def test_what_a_process_starts_prints_in_the_same_encoding():
+    code = "from qa_lib.errors import print_anything; print_anything(); import subprocess, sys;"
+    code += "subprocess.run([sys.executable, '-c', 'print(chr(9731))'], check=True)"
+    assert python("-c", code, PYTHONIOENCODING="ascii").stdout.strip() == "\\u2603"
