@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
@@ -15,6 +16,11 @@ def printable(text: str) -> str:
     """Text as a terminal may have it: without control characters, which can clear it or set its title, but for line
     ends and tabs; half characters as question marks."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", "", text).encode(errors="replace").decode()
+
+
+def wrapped(text: str, width: int = 94) -> str:
+    """One sentence as lines that a terminal of 100 columns holds, also behind a time of day."""
+    return textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def first_line(error: BaseException) -> str:

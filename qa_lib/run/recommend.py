@@ -25,7 +25,6 @@ from qa_lib.archive import read_runs
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.presets import QUICKEST
-from qa_lib.run.launch import is_finished
 from qa_lib.run.memory_estimate import SquadLengths, config_of, estimate, unpredicted
 from qa_lib.spec import CONTEXT_GIB, Machine, Spec, resolve
 from qa_lib.variants import TASKS, Settings, SpecError, lacking
@@ -46,7 +45,7 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
             passed.append((math.inf, f"{option.variant} {obstacle}"))
             continue
         needed = _needed_gib(option, loaded) if free else 0.0
-        finished = _sizes_are_kept(spec) and is_finished(Path(runs), option)
+        finished = _sizes_are_kept(spec) and _is_trained(option, runs)
         if needed > ROOM * free and not finished:
             passed.append((needed, f"{at} would take {needed:.1f} of {free:.1f} GiB that are free"))
             continue
@@ -106,6 +105,14 @@ def _is_open(spec: Spec) -> bool:
 def _sizes_are_kept(spec: Spec) -> bool:
     """Whether the preset is one of those at which a run that is there keeps its size."""
     return spec.preset.name in QUICKEST
+
+
+def _is_trained(spec: Spec, runs: str | Path) -> bool:
+    """Whether a run ended ok, so that its result takes no memory any more."""
+    with contextlib.suppress(record.RecordError):
+        entry = record.read_record(Path(runs, spec.run_path))
+        return (entry["status"], entry["spec"]["hash"]) == ("ok", spec.hash)
+    return False
 
 
 def _told(spec: Spec, said: str) -> Spec:

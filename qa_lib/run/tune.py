@@ -12,7 +12,7 @@ import itertools
 import pandas as pd
 
 from qa_lib.cli import variants_of
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, wrapped
 from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
@@ -60,7 +60,10 @@ def main(args: argparse.Namespace) -> int:
         args.micro_batch,
         machine,
         batch=args.batch,
+        runs=args.runs,
     )
+    for said in dict.fromkeys(spec.adjusted[0] for spec in specs if spec.chosen):
+        print(wrapped(said))
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")

@@ -24,6 +24,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+from qa_lib.calls import checked, expect, expect_folder
 from qa_lib.data.squad import DataError, Source, open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
@@ -161,12 +162,16 @@ def load_answerer(folder: Path) -> Model:
     return Model(model.to(answering_device(model)), tokenizer, *window_lengths(model))
 
 
+@checked
 def ask(folder: str | Path, question: str, context: str) -> dict:
     """What `answer` gives, by the checkpoint in `folder`, or of the run there, loaded if it is not in memory as it is:
     ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"].
 
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
+    expect_folder("folder", folder)
+    expect("question", question, str, "give a text")
+    expect("context", context, str, "give the text of a paragraph")
     folder = find_folder(folder)
     loaded = _loaded(
         folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0)
