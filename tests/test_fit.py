@@ -48,7 +48,7 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
     spec = short(settings={"trainable": trainable})
     fit(spec, tmp_path, say=quiet)
     first = losses_of(tmp_path / spec.run_path)
-    entry = fit(spec, tmp_path, say=quiet)
+    entry = fit(spec, tmp_path, say=quiet, force=True)
     assert losses_of(tmp_path / spec.run_path) == first
     assert entry["time"]["first_step_s"] is None, "which is of a process's first run"
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]

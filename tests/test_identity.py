@@ -339,7 +339,7 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
         path.touch()
     (folder / "model").symlink_to(shutil.move(folder / "model", tmp_path / "disk"))
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
-    assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
+    assert fit(spec, tmp_path / "runs", say=quiet, force=True)["status"] == "ok"
     assert all(path.exists() for path in own) and (folder / "model").is_symlink()
     assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, (
         "of the older model"

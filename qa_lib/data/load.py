@@ -41,10 +41,10 @@ class Data:
 
 @checked
 def load_data(spec: Spec) -> Data:
-    """Tokenizer, sources and samples of a run, from the cache where they are in it. Raises UserError for what is no spec
-    of questions."""
+    """Tokenizer, sources and samples of a run, from the cache where they are in it. Raises UserError for what is no
+    spec of questions."""
     expect("spec", spec, Spec, "give one spec that plan has made, as in `(spec,) = plan(...)`")
-    if spec.preset.task != "qa":
+    if spec.preset.task == "lm":
         raise UserError(
             f"{spec.variant} trains on text: qa_lib.data.load.load_text loads it, load_data questions"
         )

@@ -152,11 +152,12 @@ def _checkpoints(run_dir: Path) -> list[Path]:
 def _fit_recommended(spec: Spec, runs: Path, say, force: bool) -> dict:
     """The record of a recommended spec, or of that which took its place. Raises UserError for a run that failed."""
     with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
+        if force:  # it passes over what is finished
+            (runs / spec.run_path / "record.json").unlink(missing_ok=True)
         launcher = Launcher(
             runs,
             hardware.this_machine(),
             hardware.environment(),
-            force=force,
             aloud=True,
             time_limit_s=math.inf,
         )

@@ -5,7 +5,6 @@ import argparse
 import pandas as pd
 
 from qa_lib.cli import variants_of
-from qa_lib.errors import wrapped
 from qa_lib.presets import find_preset
 from qa_lib.run.memory_estimate import SquadLengths, estimate, gpu_of, unpredicted
 from qa_lib.run.plan import plan
@@ -32,7 +31,7 @@ def main(args: argparse.Namespace) -> int:
             "micro-batch": spec.settings.micro_batch,
         }
         if spec.chosen:
-            print(wrapped(spec.adjusted[0]))
+            print(spec.adjusted[0])
         if why := spec.skip or unpredicted(spec):
             print(f"{spec.variant}: {why}")
             continue
