@@ -144,7 +144,7 @@ def test_where_memory_is_not_known_the_size_stays(machine, planned):
 
 def test_where_memory_is_not_predicted_the_size_stays_and_one_line_says_why(planned, tmp_path):
     model = checkpoint("modernbert", tmp_path / "modern")
-    (spec,) = planned(["A1"], H100, data="synthetic:80", max_length=96, **{"model": "base"})
+    (spec,) = planned(["A1"], H100)
     (other,) = plan(["A1"], "local", data="synthetic:80", model=model, machine=H100, runs=tmp_path)
     assert (spec.asked.micro_batch, other.asked.micro_batch) == (32, 8)
     assert "modernbert" in other.adjusted[0] and "--micro-batch" in other.adjusted[0]
@@ -178,26 +178,38 @@ def test_a_run_that_ran_out_of_memory_gives_way_to_a_smaller_size(planned, tmp_p
     assert sizes(planned(["A1"], card("h200", 90, 140))) == [32], "nothing is known of that card"
 
 
-def test_recommended_and_the_variants_beside_it_have_one_size(planned):
-    """The first by what is free, which is less here than what the others may take."""
-    tight = dataclasses.replace(H100, free_mib=2500)
-    alone = planned(["recommended"], tight)[0].asked.micro_batch
-    assert alone < 32
-    assert sizes(planned(["A1", "recommended"], tight)) == [alone, alone]
-    wide = dataclasses.replace(SMALL, free_mib=4096)
-    first, recommended = planned(["A1", "recommended"], wide)
-    assert first.asked.micro_batch == recommended.asked.micro_batch
-    assert planned(["recommended"], wide)[0].asked.micro_batch > first.asked.micro_batch
-    assert recommended.chosen == ["variant", "micro_batch"]
+@pytest.fixture
+def by_samples(monkeypatch):
+    """Every variant takes 1 GiB, and 0.1 GiB a sample."""
+    predicted = lambda spec, loaded: 1 + 0.1 * spec.asked.micro_batch  # noqa: E731
+    monkeypatch.setattr(choosing, "_needed_gib", predicted)
 
 
-def test_a_recommended_run_that_is_finished_stays_the_choice_on_a_busy_card(planned, tmp_path):
-    idle = dataclasses.replace(H100, free_mib=H100.total_mib)
+def test_variants_beside_a_recommended_one_take_no_larger_size(planned, by_samples):
+    """Which is chosen by what is free."""
+    tight = dataclasses.replace(H100, free_mib=3 * 1024)
+    assert sizes(planned(["A1"], tight)) == [32]
+    assert sizes(planned(["A1", "recommended"], tight)) == [16, 16]
+
+
+def test_a_recommended_run_takes_the_size_of_the_variants_beside_it(planned):
+    idle = dataclasses.replace(SMALL, free_mib=SMALL.total_mib)
+    (named,) = planned(["A1"], idle)
+    first, second = planned(["A1", "recommended"], idle)
+    assert sizes(planned(["recommended"], idle))[0] > named.asked.micro_batch
+    assert sizes([first, second]) == 2 * sizes([named])
+    assert second.chosen == ["variant", "micro_batch"]
+
+
+def test_a_recommended_run_that_is_finished_stays_the_choice_on_a_busy_card(
+    planned, by_samples, tmp_path
+):
+    idle, busy = (dataclasses.replace(H100, free_mib=1024 * gib) for gib in (79, 3))
     (there,) = planned(["recommended"], idle)
-    busy = dataclasses.replace(H100, free_mib=2500)
     assert planned(["recommended"], busy)[0].run_path != there.run_path
     leave(tmp_path, there)
-    assert planned(["recommended"], busy)[0].run_path == there.run_path
+    (same,) = planned(["recommended"], busy)
+    assert same.run_path == there.run_path and "which is finished" in same.adjusted[0]
 
 
 @pytest.mark.parametrize(
