@@ -58,4 +58,5 @@ def shown(value: object) -> str:
     kind = type(value).__name__
     if value is None or isinstance(value, str | bytes | int | float):
         return text if len(text) <= 60 else f"{text[:60]}…"
-    return f"a {kind}" if len(text) > 40 else f"the {kind} {text}"
+    is_short = isinstance(value, list | tuple | dict | set) and len(text) <= 40
+    return f"the {kind} {text}" if is_short else f"a {kind}"

@@ -215,12 +215,13 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
+        since = time.time() - 1  # the clock of a file system is coarse
         begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.preset.threads)
         with open(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
         try:
-            reason = self._watch(process, spec)
+            reason = self._watch(process, spec, since)
         finally:
             self.active.remove(spec)
             self._end(process, run_dir)
@@ -249,13 +250,13 @@ class Launcher:
         """Whether other runs of ours train on one of these cards at the same time."""
         return self.share and any(self.gpus.count(gpu) > 1 for gpu in cards)
 
-    def _watch(self, process: subprocess.Popen, spec: Spec) -> str | None:
-        """Wait until the process has ended, or must be ended: then the reason.
+    def _watch(self, process: subprocess.Popen, spec: Spec, since: float = 0.0) -> str | None:
+        """Wait until the process, which began at the time `since`, has ended, or must be ended: then the reason.
 
         What a run waits for the GPU, while others train on it, is no part of its time. Each of the first steps of a
         recommended run has a limit of its own, since a compiler can hang there.
         """
-        first_steps = FirstSteps(self.runs / spec.run_path) if spec.recommended else None
+        first_steps = FirstSteps(self.runs / spec.run_path, since) if spec.recommended else None
         seen, used, limit = time.monotonic(), 0.0, self.time_limit_s or spec.preset.time_limit_s
         while process.poll() is None:
             if self.stopped.wait(POLL_S):
@@ -272,21 +273,21 @@ class Launcher:
 
 
 class FirstSteps:
-    """How long a run that begins now has been at work on the step that it is in, one of the first."""
+    """How long a run that began at the time `since` has been at work on the step that it is in, one of the first."""
 
-    def __init__(self, run_dir: Path):
-        self.path, self.began = run_dir / "steps.jsonl", time.time()
+    def __init__(self, run_dir: Path, since: float):
+        self.path, self.since = run_dir / "steps.jsonl", since
         self.done = None  # steps; None before training begins, which makes the file anew
-        self.since = 0.0
+        self.last = 0.0  # when that step was done, by the monotonic clock
 
     def seconds(self) -> float:
         """Seconds since the last step was logged, or since training began; 0 before that, and after the first steps."""
         if self.done is not None and self.done >= record.FIRST_STEPS:
             return 0.0
-        done = steps_logged(self.path, self.began)
+        done = steps_logged(self.path, self.since)
         if done != self.done:
-            self.done, self.since = done, time.monotonic()
-        return 0.0 if done is None else time.monotonic() - self.since
+            self.done, self.last = done, time.monotonic()
+        return 0.0 if done is None else time.monotonic() - self.last
 
 
 def steps_logged(path: Path, since: float = 0.0) -> int | None:
