@@ -167,6 +167,12 @@ def test_a_run_that_is_there_keeps_its_size(status, machine, planned, tmp_path):
         assert sizes(planned(["A1"], machine, **other)) == [8 if machine is CPU else 32]
 
 
+def test_a_run_at_the_usual_size_is_nothing_to_speak_of_on_a_cpu(planned, tmp_path):
+    leave(tmp_path, planned(["A1"], CPU)[0])
+    (spec,) = planned(["A1"], CPU)
+    assert spec.own == {} and not spec.chosen and not spec.adjusted
+
+
 def test_the_variants_beside_a_run_that_is_there_take_its_size(planned, tmp_path):
     leave(tmp_path, planned(["A1"], H100, micro_batch=16)[0])
     assert sizes(planned(["A1", "A4"], H100, seeds=[0, 1])) == [16] * 4

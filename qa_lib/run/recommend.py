@@ -83,7 +83,7 @@ def with_quickest_size(
     found = []
     for spec in specs:
         own = kept.get(spec.run_path)
-        if own and own != size:
+        if own and own != (size or spec.asked.micro_batch):
             there = _at(spec, own, machine)
             found.append(_told(there, f"micro-batch {own}: that of {there.run_id}, which is there"))
         elif spec.run_path in kept:
