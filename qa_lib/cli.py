@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from qa_lib.errors import UserError
-from qa_lib.presets import MOST, PRESETS, find_preset
+from qa_lib.presets import MOST, OWN, PRESETS, find_preset, named_or_own
 from qa_lib.variants import UnknownName, find_family, find_variant, read_toml
 
 
@@ -27,6 +27,13 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, **options):
         super().__init__(**options)
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
+
+    def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
+        """The options; of a verb that has a preset, the one that is meant where none is given."""
+        found = super().parse_args(args, namespace)
+        if "preset" in found:
+            found.preset = named_or_own(found.preset, found.data, found.model)
+        return found
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message} ({self.prog} --help has all)")
@@ -134,7 +141,7 @@ def _option(kind: str = "", several: bool = False, **told) -> dict:
 
 
 OPTIONS = {name: _option(**table) for name, table in read_toml("options.toml").items()}
-OPTIONS["--preset"]["help"] = ", ".join(PRESETS)
+OPTIONS["--preset"]["help"] = f"{', '.join(PRESETS)} ({OWN}, where --data and --model are given)"
 
 
 VERBS = read_toml(

@@ -5,6 +5,7 @@ import os
 import re
 import signal
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Mapping
 
@@ -42,6 +43,11 @@ def print_anything() -> None:
             stream.reconfigure(errors="backslashreplace")
     encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
     os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
+
+
+def wrapped(text: str, width: int = 94) -> str:
+    """One sentence as lines that a terminal of 100 columns holds, also behind a time of day."""
+    return textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False)
 
 
 def first_line(error: BaseException) -> str:

@@ -8,9 +8,12 @@ from typing import get_type_hints
 from qa_lib.variants import SpecError, find, read_toml
 
 MOST = 2**31 - 1  # of what is counted here
-ANSWER_TOKENS = (
-    30  # that an answer may have where nothing else is said, as in run_qa of transformers
-)
+# Tokens of an answer at most where nothing else is said, as in run_qa of transformers.
+ANSWER_TOKENS = 30
+OWN = "local"  # the preset of who gives data and a model, and names none
+# The presets for one's own training, at which `plan` chooses the micro-batch (run/recommend.py). All others compare
+# what the reference project compared, at its micro-batch.
+QUICKEST = (OWN, "full", "quality")
 
 
 def whole_number(name: str, value: object, least: int, most: int = MOST) -> int:
@@ -85,7 +88,12 @@ class Preset:
         return self.batch_tokens // self.max_length if self.batch_tokens else self.effective_batch
 
     def check_length(self, model: str, most: int) -> None:
-        """Raise SpecError where samples are longer than the `most` tokens that the model takes."""
+        """Raise SpecError where samples are longer than the `most` tokens that the model takes, or it takes none."""
+        if most < 1:
+            raise SpecError(
+                f"{model} has no position for a token: its config.json gives max_position_embeddings "
+                "or pad_token_id wrongly"
+            )
         if self.max_length > most:
             raise SpecError(
                 f"{model} takes {most} tokens, and samples of preset {self.name} have {self.max_length}"
@@ -108,6 +116,18 @@ PRESETS = {name: _preset(name, values) for name, values in read_toml("presets.to
 def find_preset(name: str) -> Preset:
     """The preset of that name; UnknownName otherwise."""
     return find("preset", name, PRESETS)
+
+
+def named_or_own(preset: str | None, data: object, model: object) -> str:
+    """The name of the preset that is meant: OWN where none is given beside data and a model. Raises SpecError where
+    one of these lacks."""
+    if preset is not None:
+        return preset
+    if data and model:
+        return OWN
+    raise SpecError(
+        f"no preset is named: give --preset ({', '.join(PRESETS)}), or --data and --model for {OWN!r}"
+    )
 
 
 def sized(

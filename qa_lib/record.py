@@ -54,6 +54,9 @@ MISTAKES = (
     "RunTaken",
 )
 
+# Steps within which a machine shows that it cannot do a run: it compiles for a first shape, and for a second one.
+FIRST_STEPS = 3
+
 # What a column of a table can hold.
 FITS = Field(ge=-(2**63), lt=2**63)
 Whole = Annotated[StrictInt, FITS]
@@ -299,10 +302,12 @@ def with_result(record: dict, hint: str = "") -> dict:
 
 
 def unable(record: dict) -> bool:
-    """Whether a run was more than its machine could do: out of memory in training; or an error in the first step or
-    before it, such as a kernel that does not compile, but none of MISTAKES."""
+    """Whether a run was more than its machine could do: out of memory in training; or an error in FIRST_STEPS or
+    before, such as a kernel that does not compile, but none of MISTAKES."""
     status, error, trained = record["status"], record["error"], record["time"]["steps"] is not None
-    early = error["step"] in (None, 1) and error["kind"] not in MISTAKES
+    # After the first update a loss that is not finite is the learning rate's fault, which the next choice has as well.
+    steps = 1 if error["kind"] == "NonFiniteLoss" else FIRST_STEPS
+    early = (error["step"] is None or error["step"] <= steps) and error["kind"] not in MISTAKES
     return not trained and (status == "oom" or (status == "error" and early))
 
 

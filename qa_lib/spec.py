@@ -35,6 +35,7 @@ class Machine:
     gpus: int = 0
     sm: int = 0  # CUDA compute capability x 10, 0 without a GPU
     free_mib: int = 0  # of the first GPU's memory, 0 where that is not known
+    total_mib: int = 0  # all of that memory, 0 where it is not known
     nvfuser: ClassVar = False  # torch.compile had this backend until PyTorch 2.2
     bitsandbytes: bool = False
     deepspeed: bool = False
@@ -92,8 +93,9 @@ class Spec:
     `data_source` and `model_source` say where to load from; paths differ between machines, so they are not hashed.
     `search` names the verb of whose search the run is a try ("tune", "max-batch"), and `sm` the compute capability x 10
     whose kernels that search allowed; "" and None otherwise. `own` is what was asked for in place of the variant's and
-    the preset's, by the names of plan's arguments; of these `chosen` has what was left to this machine by `recommended`
-    (run/recommend.py): "variant", and "micro_batch" unless that was asked for.
+    the preset's, by the names of plan's arguments; of these `chosen` has what was left to this machine
+    (run/recommend.py): "variant" by `recommended`, and "micro_batch" by `recommended` and the presets QUICKEST, unless
+    that was asked for. The first line of `adjusted` says what was chosen.
     """
 
     variant: str
@@ -133,6 +135,11 @@ class Spec:
             name: number for name in ("world", "stages") if (number := getattr(self, name)) != 1
         }
         return sha256_of_json(content)
+
+    @property
+    def recommended(self) -> bool:
+        """Whether the variant was left to this machine, so that another may take its place where it fails."""
+        return "variant" in self.chosen
 
     @property
     def recipe(self) -> Recipe:

@@ -42,7 +42,7 @@ def nearest(kind: str, name: str, known: Iterable[str]) -> str:
 
 def find(kind: str, name: str, table: Mapping):
     """What has that name in a table; UnknownName otherwise."""
-    if name not in table:
+    if not isinstance(name, str) or name not in table:
         raise UnknownName(nearest(kind, name, table))
     return table[name]
 

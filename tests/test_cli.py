@@ -175,7 +175,7 @@ def test_how_a_verb_may_end(monkeypatch, typed):
 def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, typed):
     monkeypatch.chdir(tmp_path)  # where nothing is finished yet
 
-    def trained(spec, runs):
+    def trained(spec, runs, force):
         entry = new_record(spec, {}) | {"status": "ok"}
         entry["quality"] |= {"f1": 81.5, "always_null_f1": 90.0}
         return entry

@@ -1,6 +1,7 @@
 """One run after another in one process, as in a notebook's kernel: each must be as it would be alone."""
 
 import contextlib
+import dataclasses
 import math
 from unittest.mock import Mock
 
@@ -48,12 +49,52 @@ def test_a_cell_that_is_run_again_trains_a_new_model(trainable, tmp_path):
     spec = short(settings={"trainable": trainable})
     fit(spec, tmp_path, say=quiet)
     first = losses_of(tmp_path / spec.run_path)
-    entry = fit(spec, tmp_path, say=quiet)
+    entry = fit(spec, tmp_path, say=quiet, force=True)
     assert losses_of(tmp_path / spec.run_path) == first
     assert entry["time"]["first_step_s"] is None, "which is of a process's first run"
     assert 0 < entry["time"]["data_ms"] < entry["time"]["step_ms"]["p90"]
     trains = sum(p.numel() for p in build_model(spec).parameters() if p.requires_grad)
     assert (entry["model"]["params_trainable"], entry["model"]["layers"]) == (trains, 2)
+
+
+def test_a_finished_run_is_returned_and_not_trained_again(tmp_path):
+    spec, said = short(), []
+    first = fit(spec, tmp_path, say=quiet)
+    assert fit(spec, tmp_path, say=said.append) == first
+    assert said == [
+        f"finished on {first['time']['started'][:10]}; to train it anew, give --force, or in Python "
+        "force=True"
+    ]
+
+
+def test_a_run_that_is_forced_drops_its_checkpoint(tmp_path, monkeypatch):
+    spec = short(steps=4, checkpoint_every=2)
+    for force, resumed in ((False, 2), (True, None)):
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "qa_lib.train.loop.clip", Mock(side_effect=[None] * 3 + [KeyboardInterrupt])
+            )
+            with pytest.raises(KeyboardInterrupt):
+                fit(spec, tmp_path, say=quiet, force=True)
+        entry = fit(spec, tmp_path, say=quiet, force=force)
+        assert entry["time"]["resumed_from_step"] == resumed and entry["status"] == "ok"
+
+
+def test_a_chosen_size_is_said_once(tmp_path):
+    spec = dataclasses.replace(short(), chosen=["micro_batch"], adjusted=["micro-batch 8: chosen"])
+    for _ in range(2):
+        said = []
+        fit(spec, tmp_path, say=said.append)
+        assert said.count("micro-batch 8: chosen") == 1
+
+
+def test_a_run_too_short_to_time_says_so(tmp_path):
+    spec, said = short(steps=3, measure_from=30), []
+    entry = fit(spec, tmp_path, say=said.append)
+    why = "speed: not measured, too few steps to time: 3, of which the first 30 of a process are warm-up"
+    assert entry["speed"]["samples_per_s"] is None and why in entry["spec"]["adjusted"]
+    assert f"A1: {why}" in said and len(f"A1: {why}") <= 100
+    assert not any("speed:" in why for why in fit(short(), tmp_path, say=quiet)["spec"]["adjusted"])
 
 
 def test_a_run_without_a_compiler_does_not_import_inductor():

@@ -338,7 +338,7 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
         path.parent.mkdir(exist_ok=True)
         path.touch()
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
-    assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
+    assert fit(spec, tmp_path / "runs", say=quiet, force=True)["status"] == "ok"
     assert all(path.exists() for path in own)
     assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, (
         "of the older model"

@@ -163,6 +163,9 @@ def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
     exec(block, {})
     assert capsys.readouterr().out.count("ok ") == 1
+    exec(block, {})
+    said = capsys.readouterr().out
+    assert said.count("ok ") == 1 and "finished on " in said and "step " not in said
     assert AutoModelForQuestionAnswering.from_pretrained("my-answers").config.model_type == "bert"
     assert "A4: " in (tmp_path / "my-answers" / "README.md").read_text()
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import math
 import pkgutil
 from functools import partial
 from unittest.mock import Mock
@@ -203,6 +204,17 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
     )
 
 
+def test_a_failure_counts_for_the_model_that_had_it(models, tmp_path):
+    """The folder of every model that a run keeps is called `model`."""
+    large, little = (
+        dataclasses.replace(unchosen(H100), model={"name": "model", "revision": revision})
+        for revision in ("a large one", "a small one")
+    )
+    spec = choosing.choose(large, H100, tmp_path)
+    fails(spec, tmp_path, "oom", "OutOfMemoryError", step=1)
+    assert len(choosing._failed(large, tmp_path)) == 1 and not choosing._failed(little, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("status", "kind", "step", "steps", "found"), cases("ends that are the machine's")
 )
@@ -262,7 +274,9 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
     command = ["run", "recommended", "--preset", "test", "--runs", str(tmp_path / "runs")]
     assert main(command) == 0
     out, err = capfd.readouterr()
-    first, second = (line for line in out.splitlines() if line.startswith("recommended: "))
+    assert max(map(len, out.splitlines())) <= 100
+    lines = out.replace("\n    ", " ").splitlines()
+    first, second = (line for line in lines if line.startswith("recommended: "))
     assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
     assert second.startswith(
         "recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 ("
@@ -286,7 +300,7 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
     assert main(command) == 0
     out = capfd.readouterr().out
     assert (
-        out.startswith(second)
+        out.replace("\n    ", " ").startswith(second)
         and "A4 seed" not in out
         and "\nfinished on " in out
         and "A2: ok" in out
@@ -304,6 +318,7 @@ def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkey
     )
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
+    assert spec.recommended
     refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
 
 
@@ -349,8 +364,66 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
     assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), (
         "a named variant is nobody's choice"
     )
-    write(run_dir / "steps.jsonl", {"step": 1})
+    write(run_dir / "steps.jsonl", {"step": 2})
+    assert record.unable(judged(spec)), "the second step compiles for another shape"
+    write(run_dir / "steps.jsonl", {"step": 3})
     assert not record.unable(judged(spec))
+
+
+class Hung:
+    """A process that goes on for ever, and trains `steps` steps, or none and does not begin to."""
+
+    def __init__(self, run_dir, steps):
+        record.write_record(run_dir, record.read_record(run_dir) | {"status": "running"})
+        if steps is not None:
+            (run_dir / "steps.jsonl").write_text(
+                "".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1))
+            )
+        (run_dir / "log.txt").touch()
+        self.returncode, self.pid, self.poll, self.kill = -9, 1, Mock(return_value=None), Mock()
+
+
+@pytest.mark.parametrize(
+    ("steps", "recommended", "status", "unable"),
+    [
+        (0, True, "error", True),
+        (2, True, "error", True),
+        (3, True, "killed", False),  # by the time limit
+        (None, True, "killed", False),
+        (0, False, "killed", False),
+    ],
+)
+@pytest.mark.parametrize("limit_s", [0.3, math.inf])
+def test_a_first_step_that_hangs_is_ended_and_gives_way(
+    steps, recommended, status, unable, limit_s, tmp_path, monkeypatch
+):
+    """Under a time limit, as in a sweep, and without one, as under `run`."""
+    if limit_s == math.inf and not unable:
+        pytest.skip("it would go on for ever")
+    monkeypatch.setattr(launch, "FIRST_STEP_S", 0.2)
+    monkeypatch.setattr(launch, "POLL_S", 0.01)
+    monkeypatch.setattr(launch, "kill", Mock())
+    (spec,) = plan(["recommended" if recommended else "A1"], "smoke", machine=CPU, runs=tmp_path)
+    launcher = launch.Launcher(tmp_path, CPU, {}, time_limit_s=limit_s)
+    launcher._start = lambda spec, run_dir, env, log: Hung(run_dir, steps)
+    (entry,) = launcher.run_all([spec])
+    assert entry["status"] == status and record.unable(entry) is unable
+    if limit_s == math.inf:
+        assert f"step {steps + 1} was not done after 0.2 s" in entry["error"]["message"]
+
+
+def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_path, monkeypatch):
+    specs = plan(["recommended", "A2"], "smoke", machine=CPU, runs=tmp_path)
+    assert [spec.variant for spec in specs] == ["A4", "A2"]
+
+    def work(self, specs, *_):
+        ends = {"A4": ("error", "CppCompileError", 1), "A2": ("ok",)}
+        return [fails(spec, tmp_path, *ends[spec.variant]) for spec in specs]
+
+    monkeypatch.setattr(launch.Launcher, "run_all", work)
+    monkeypatch.setattr(launch, "is_finished", lambda runs, spec: (runs / spec.run_path).exists())
+    found = launch.run_in_turn(launch.Launcher(tmp_path, CPU, {}), specs, lambda _: None)
+    assert [spec.variant for spec in found] == ["A2"]
 
 
 def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):

@@ -145,7 +145,8 @@ def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
 ):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
-    assert "no command sinfo, sbatch, scancel here" in typed(words, code=2)
+    said = "error: --launcher slurm: this host has no Slurm, whose command sinfo was not found; "
+    assert typed(words, code=2).startswith(said)
     assert typed(f"{words} --gpus 0", code=2).startswith("error: --gpus and --shared-gpu are")
 
 

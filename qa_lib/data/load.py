@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import transformers.utils
 
+from qa_lib.calls import checked, expect
 from qa_lib.data.batches import Batches
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
@@ -40,8 +41,15 @@ class Data:
     notes: list[str] = field(default_factory=list)
 
 
+@checked
 def load_data(spec: Spec) -> Data:
-    """Tokenizer, sources and samples of a run, from the cache where they are in it."""
+    """Tokenizer, sources and samples of a run, from the cache where they are in it. Raises UserError for what is no
+    spec of questions."""
+    expect("spec", spec, Spec, "give one spec that plan has made, as in `(spec,) = plan(...)`")
+    if spec.preset.task == "lm":
+        raise UserError(
+            f"{spec.variant} trains on text: qa_lib.data.load.load_text loads it, load_data questions"
+        )
     begin = time.perf_counter()
     tokenizer = build_tokenizer(spec.model_source)
     limits = (spec.preset.max_length, spec.preset.stride)

@@ -86,6 +86,7 @@ def this_machine() -> Machine:
         gpus=gpus,
         sm=sm,
         free_mib=_free_mib() if gpus else 0,
+        total_mib=int(torch.cuda.get_device_properties(0).total_memory / MIB) if gpus else 0,
         **{
             package: version_of(package) is not None
             for package in ("bitsandbytes", "deepspeed", "peft")

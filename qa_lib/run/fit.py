@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +24,11 @@ import torch
 from safetensors import SafetensorError
 
 from qa_lib import record
+from qa_lib.calls import checked, expect, expect_folder
 from qa_lib.cli import own_of
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
-from qa_lib.errors import UserError, first_line, stoppable, stopped_by
+from qa_lib.errors import UserError, first_line, stoppable, stopped_by, wrapped
 from qa_lib.loaded import CODE, said_of_changes
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
@@ -81,9 +82,19 @@ ENGINES = {
 }
 
 
-def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=print) -> dict:
+@checked
+def fit(
+    spec: Spec,
+    runs: str | Path = "runs",
+    data: Data | None = None,
+    say=print,
+    force: bool = False,
+) -> dict:
     """Train, measure and evaluate one spec; write its run folder below `runs` and return the record, as in
     fit(spec)["quality"]["f1"].
+
+    A run that is finished is not trained again: its record is returned, unless `force` asks for a run from its first
+    step on. One that was stopped goes on from its last checkpoint, unless `force` drops that.
 
     `data` is what the task's loader returns, for callers that have it already. A spec that cannot run here ends as
     `skipped`, one that runs out of memory as `oom`: both are results and return normally. Anything else that fails is
@@ -94,48 +105,80 @@ def fit(spec: Spec, runs: str | Path = "runs", data: Data | None = None, say=pri
     `recommended` one has a process of its own, which loads the data anew and prints how far it is; where its first step
     fails on this machine, the next choice has another. The record says which variant it was in the end.
     """
-    if not isinstance(runs, str | os.PathLike) or not os.fspath(runs):
-        raise UserError(f"runs is {runs!r}, and not a folder")
+    expect("spec", spec, Spec, "give one spec that plan has made, as in `(spec,) = plan(...)`")
+    expect_folder("runs", runs)
+    expect("data", data, Data | None, "give what load_data returns, or leave it out")
+    expect("say", say, Callable, "give a function of one text, such as print")
     torchrun = torch.distributed.is_torchelastic_launched()
     started = int(os.environ["WORLD_SIZE"]) if torchrun else 1
     if started > 1 and spec.settings.parallel == "none":
         raise UserError(
             f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
         )
+    if spec.chosen and not spec.recommended:  # what is recommended is said by its launcher
+        say(wrapped(spec.adjusted[0]))
+    if force and int(os.environ.get("RANK", 0)) == 0:
+        _drop_checkpoint(Path(runs) / spec.run_path)
+    elif not force and not spec.skip and is_finished(Path(runs), spec):
+        return _finished(Path(runs), spec, say)
     # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process changed.
     several = spec.world > 1 or spec.settings.parallel == "deepspeed"
     if several and not spec.skip and not torchrun:
         return run_processes(spec, runs, say)
-    if spec.chosen:
-        return _fit_recommended(spec, Path(runs), say)
+    if spec.recommended:
+        return _fit_recommended(spec, Path(runs), say, force)
     return work(spec, runs, data, say)
 
 
-def _fit_recommended(spec: Spec, runs: Path, say) -> dict:
+def _finished(runs: Path, spec: Spec, say) -> dict:
+    """The record of a finished run, of which `say` is told."""
+    entry = record.read_record(runs / spec.run_path)
+    if spec.recommended:
+        say(wrapped(spec.adjusted[0]))
+    say(
+        f"finished on {entry['time']['started'][:10]}; to train it anew, give --force, or in Python "
+        "force=True"
+    )
+    return entry
+
+
+def _drop_checkpoint(run_dir: Path) -> None:
+    """Have a run begin with its first step. Raises RunTaken while another process has it."""
+    with record.lock(run_dir):
+        for old in _checkpoints(run_dir):
+            old.unlink(missing_ok=True)
+
+
+def _checkpoints(run_dir: Path) -> list[Path]:
+    """Where a run keeps its checkpoint, one that was not believed, and one that was not written to its end."""
+    endings = (".safetensors", ".refused", ".partial")
+    return [(run_dir / CHECKPOINT).with_suffix(ending) for ending in endings]
+
+
+def _fit_recommended(spec: Spec, runs: Path, say, force: bool) -> dict:
     """The record of a recommended spec, or of that which took its place. Raises UserError for a run that failed."""
     with record.lock(runs / spec.run_path):  # the launcher would wait for whoever has it
+        if force:  # it passes over what is finished
+            (runs / spec.run_path / "record.json").unlink(missing_ok=True)
         launcher = Launcher(
-            runs, hardware.this_machine(), hardware.environment(), aloud=True, time_limit_s=math.inf
+            runs,
+            hardware.this_machine(),
+            hardware.environment(),
+            aloud=True,
+            time_limit_s=math.inf,
         )
     (spec,) = run_in_turn(launcher, [spec], say)
     return record.with_result(launcher.entry_of(spec), " (its log.txt has more)")
 
 
 def main(args: argparse.Namespace) -> int:
-    """Run one variant here, unless it is finished, and print the record."""
+    """Run one variant here, unless it is finished and not forced, and print the record."""
     use_compile_cache(args.compile_cache)
     sources = (args.data, args.model, args.micro_batch)
     (spec,) = plan(
         [args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args)
     )
-    folder = args.runs / spec.run_path
-    if is_finished(args.runs, spec):
-        entry = record.read_record(folder)
-        if spec.chosen:
-            print(spec.adjusted[0])
-        print(f"finished on {entry['time']['started'][:10]}; to train it anew, remove {folder}")
-    else:
-        entry = fit(spec, args.runs)
+    entry = fit(spec, args.runs, force=args.force)
     if entry["status"] == "running":  # one of torchrun's processes, and not the first
         return 0
     task = entry["task"]
@@ -252,6 +295,9 @@ def work(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> d
                     joules,
                     meter.speed(StepFlops(model), matrix_tflops, ranks.world),
                 )
+                if why := _untimed(meter):
+                    entry["spec"]["adjusted"].append(why)
+                    say(f"{spec.variant}: {why}")
             trained = time.perf_counter()
             if spec.preset.quality:
                 entry["quality"] |= EVALUATIONS[spec.preset.task](
@@ -297,12 +343,8 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
                 return
             _note_code(entry)
             record.finish(run_dir, entry, "ok")
-            # Checkpoints not believed or not written to their end, and faults of processes that were restarted.
-            kept = [
-                (run_dir / CHECKPOINT).with_suffix(end)
-                for end in (".safetensors", ".refused", ".partial")
-            ]
-            for old in [*kept, *faults(run_dir)]:
+            # And faults of processes that were restarted.
+            for old in [*_checkpoints(run_dir), *faults(run_dir)]:
                 old.unlink(missing_ok=True)
         except (Exception, KeyboardInterrupt) as problem:
             if isinstance(problem, KeyboardInterrupt) and entry["status"] in record.FINISHED:
@@ -484,6 +526,17 @@ def _note_times(
         spec.settings.compile != "none"
     ):  # else nothing was compiled, and slow first steps have other reasons
         entry["time"] |= {"compile_s": meter.compile_s(), "compile_cached": found_in_cache()}
+
+
+def _untimed(meter: Meter) -> str | None:
+    """Why a run has no samples/s, in words; None where it has."""
+    steps = len(meter.times)
+    if steps > meter.warm_up:
+        return None
+    return (
+        f"speed: not measured, too few steps to time: {steps}, of which the first {meter.warm_up} "
+        "of a process are warm-up"
+    )
 
 
 def outcome_of(problem: BaseException) -> dict:

@@ -14,7 +14,6 @@ import json
 import math
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import ClassVar, TextIO
 
 from qa_lib import record
-from qa_lib.errors import UserError, stopped_by
+from qa_lib.errors import UserError, stopped_by, wrapped
 from qa_lib.paths import importing
 from qa_lib.run.process import DRIVER, child_env, kill, plain_command
 from qa_lib.run.warm import Forked, fork
@@ -37,6 +36,7 @@ from qa_lib.spec import WORLD, Machine, Spec
 POLL_S = 0.2
 AT_A_TIME = 64  # jobs in the queue
 SPARE_MIN = 10  # minutes that a job may take beyond its run's limit, which does not count what a run needs to start
+FIRST_STEP_S = 1800  # seconds that each of the first steps of a recommended run may take, with all that is compiled
 NEVER_BEGAN = "NeverBegan"  # kind of the error where a process ended before its run began
 DRIVER_LOCK = (
     ".driver.lock"  # held by the driver of a run from before its process starts to the end
@@ -84,7 +84,7 @@ class Launcher:
     Runs on one card take turns in training, so that one prepares while another is timed; with `share` they train at
     once, and record no times. `force` drops finished records first. `command` makes the command of a run, and
     `time_limit_s` replaces its preset's limit. With `warm` processes begin with PyTorch imported (run/warm.py). With
-    `aloud` runs are not passed over, and print here; log.txt has their errors. Raises UserError for a card that the
+    `aloud` runs print here; log.txt has their errors. Raises UserError for a card that the
     machine does not have.
     """
 
@@ -117,7 +117,7 @@ class Launcher:
         return False
 
     def _is_finished(self, spec: Spec) -> bool:
-        return not (self.force or self.aloud) and is_finished(self.runs, spec)
+        return not self.force and is_finished(self.runs, spec)
 
     def entry_of(self, spec: Spec) -> dict:
         """The record of a run that is done with. Raises RecordError."""
@@ -239,17 +239,22 @@ class Launcher:
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
+        since = time.time() - 1  # the clock of a file system is coarse
         begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.preset.threads)
         with record.open_to_write(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
         try:
-            reason = self._watch(process, spec)
+            reason = self._watch(process, spec, since)
         finally:
             self.active.remove(spec)
             self._end(process, run_dir)
+        seconds, over_limit = (
+            time.monotonic() - begin,
+            reason is not None and not self.stopped.is_set(),
+        )
         with record.lock(run_dir):
-            return judge(spec, run_dir, reason, process.returncode, time.monotonic() - begin)
+            return judge(spec, run_dir, reason, process.returncode, seconds, over_limit)
 
     def _start(
         self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO
@@ -269,11 +274,13 @@ class Launcher:
         """Whether other runs of ours train on one of these cards at the same time."""
         return self.share and any(self.gpus.count(gpu) > 1 for gpu in cards)
 
-    def _watch(self, process: subprocess.Popen, spec: Spec) -> str | None:
-        """Wait until the process has ended, or must be ended: then the reason.
+    def _watch(self, process: subprocess.Popen, spec: Spec, since: float = 0.0) -> str | None:
+        """Wait until the process, which began at the time `since`, has ended, or must be ended: then the reason.
 
-        What a run waits for the GPU, while others train on it, is no part of its time.
+        What a run waits for the GPU, while others train on it, is no part of its time. Each of the first steps of a
+        recommended run has a limit of its own, since a compiler can hang there.
         """
+        first_steps = FirstSteps(self.runs / spec.run_path, since) if spec.recommended else None
         seen, used, limit = time.monotonic(), 0.0, self.time_limit_s or spec.preset.time_limit_s
         while process.poll() is None:
             if self.stopped.wait(POLL_S):
@@ -284,6 +291,36 @@ class Launcher:
             seen = now
             if used > limit:
                 return f"over its time limit of {limit} s"
+            if first_steps and first_steps.seconds() > FIRST_STEP_S:
+                return f"step {first_steps.done + 1} was not done after {FIRST_STEP_S} s"
+        return None
+
+
+class FirstSteps:
+    """How long a run that began at the time `since` has been at work on the step that it is in, one of the first."""
+
+    def __init__(self, run_dir: Path, since: float):
+        self.path, self.since = run_dir / "steps.jsonl", since
+        self.done = None  # steps; None before training begins, which makes the file anew
+        self.last = 0.0  # when that step was done, by the monotonic clock
+
+    def seconds(self) -> float:
+        """Seconds since the last step was logged, or since training began; 0 before that, and after the first steps."""
+        if self.done is not None and self.done >= record.FIRST_STEPS:
+            return 0.0
+        done = steps_logged(self.path, self.since)
+        if done != self.done:
+            self.done, self.last = done, time.monotonic()
+        return 0.0 if done is None else time.monotonic() - self.last
+
+
+def steps_logged(path: Path, since: float = 0.0) -> int | None:
+    """How many steps a run has done by its steps.jsonl; None where that was not written since then."""
+    try:
+        if path.stat().st_mtime < since:
+            return None
+        return max((line["step"] for line in record.read_steps(path)), default=0)
+    except OSError:
         return None
 
 
@@ -296,14 +333,16 @@ def run_in_turn(
     todo = [spec for spec in specs if not launcher.is_finished(spec)]
     while todo:
         for said in dict.fromkeys(spec.adjusted[0] for spec in todo if spec.chosen):
-            say(said)
+            say(wrapped(said))
         next_ones = {}
         for spec, entry in zip(todo, launcher.run_all(todo, ended, look), strict=True):
-            if spec.chosen and record.unable(entry):
+            if spec.recommended and record.unable(entry):
                 from qa_lib.run.recommend import choose  # imports torch
 
                 next_ones[spec.run_path] = choose(spec, launcher.machine, launcher.runs)
         specs = [next_ones.get(spec.run_path, spec) for spec in specs]
+        # The next choice may be one of the others.
+        specs = list({spec.run_path: spec for spec in specs}.values())
         todo = [spec for spec in next_ones.values() if not launcher.is_finished(spec)]
     return specs
 
@@ -331,8 +370,16 @@ def side_by_side(specs: list[Spec]) -> int:
     )
 
 
-def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: float) -> dict:
-    """The record of a run whose process has ended; `reason` says why the driver ended it, `code` is its exit code."""
+def judge(
+    spec: Spec,
+    run_dir: Path,
+    reason: str | None,
+    code: int,
+    seconds: float,
+    over_limit: bool = False,
+) -> dict:
+    """The record of a run whose process has ended; `reason` says why the driver ended it, which it did of its own where
+    the run was `over_limit`, and `code` is its exit code."""
     entry = record.read_record(run_dir)
     if (run_dir / "notebook.ipynb").exists():
         entry["time"]["notebook_s"] = round(seconds, 3)
@@ -342,20 +389,18 @@ def judge(spec: Spec, run_dir: Path, reason: str | None, code: int, seconds: flo
         )
     if entry["status"] not in record.TERMINAL:  # else it had its result before it was ended
         kind = NEVER_BEGAN if entry["status"] == record.STARTING and not reason else "killed"
-        # A compiler that crashes takes the process with it: of a run that was recommended, this is told from a stop.
-        steps = run_dir / "steps.jsonl"
-        crashed = (
-            spec.chosen
-            and kind == "killed"
-            and not reason
-            and not (steps.exists() and steps.stat().st_size)
-        )
+        # A compiler that crashes takes the process with it, and one that hangs keeps it for ever: of a run that was
+        # recommended, this is told from a stop, and from a time limit that was over before training began.
+        steps = steps_logged(run_dir / "steps.jsonl")
+        in_first_steps = (steps or 0) < record.FIRST_STEPS
+        hung = over_limit and steps is not None
+        unable = spec.recommended and kind == "killed" and in_first_steps and (hung or not reason)
         reason = (
             reason
             or f"its process ended (exit code {code}) before the run did: {_last_words(run_dir)}"
         )
         return record.finish(
-            run_dir, entry, "error" if crashed else "killed", {"kind": kind, "message": reason}
+            run_dir, entry, "error" if unable else "killed", {"kind": kind, "message": reason}
         )
     if fault := _fault(entry, spec):
         return record.finish(run_dir, entry, "error", {"kind": "IncompleteRun", "message": fault})
@@ -479,7 +524,18 @@ def sbatch(command: list[str], output: Path, **asked) -> list[str]:
 
 def cancel(run_dir: Path) -> None:
     """Cancel the job of a run, if there is one."""
-    subprocess.run(["scancel", "--name", job_name(run_dir)])
+    slurm("scancel", "--name", job_name(run_dir))
+
+
+def slurm(*words: str, **options) -> subprocess.CompletedProcess:
+    """Run one of Slurm's commands. Raises UserError on a host that does not have it."""
+    try:
+        return subprocess.run(words, **options)
+    except FileNotFoundError:
+        raise UserError(
+            f"--launcher slurm: this host has no Slurm, whose command {words[0]} was not found; start "
+            "the sweep where sbatch works, or leave --launcher out"
+        ) from None
 
 
 def job_name(run_dir: Path) -> str:
@@ -490,22 +546,15 @@ def job_name(run_dir: Path) -> str:
 def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     """A node and its environment, asked in a job: this host may be of another kind. It counts as many GPUs as a run in
     `world` processes takes, since that many are its job's. Raises UserError where no such job can run."""
-    if absent := [name for name in ("sinfo", "sbatch", "scancel") if not shutil.which(name)]:
-        raise UserError(
-            f"--launcher slurm: no command {', '.join(absent)} here; type this on a host that has Slurm, "
-            "or add its folder to PATH"
-        )
     partition = ["--partition", name] if (name := os.environ.get("SBATCH_PARTITION")) else []
-    kinds = subprocess.run(
-        ["sinfo", "--noheader", "--format=%G", *partition], capture_output=True, text=True
-    ).stdout
+    listed = slurm("sinfo", "--noheader", "--format=%G", *partition, capture_output=True, text=True)
+    kinds = listed.stdout
     runs.mkdir(parents=True, exist_ok=True)
     asked = {"gpus": 1} if "gpu" in kinds else {}
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
         words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
-        handed_on = importing(os.environ)
-        done = subprocess.run(
-            words, env=handed_on, capture_output=True, text=True, errors="replace"
+        done = slurm(
+            *words, env=importing(os.environ), capture_output=True, text=True, errors="replace"
         )
         machine, env = probed(
             "a node", done.returncode, Path(output.name).read_text() or done.stderr

@@ -1,31 +1,45 @@
 """From names to specs: which data and model a preset means here, and what identifies them."""
 
+import codecs
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import itertools
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from qa_lib.calls import check_names, checked, expect, expect_folder, shown
 from qa_lib.data.squad import DataError, hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import find_encoder, positions_in
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
-from qa_lib.presets import HEAD, Preset, find_preset, find_shape, whole_number
+from qa_lib.presets import (
+    HEAD,
+    QUICKEST,
+    Preset,
+    find_preset,
+    find_shape,
+    named_or_own,
+    sized,
+    whole_number,
+)
 from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.variants import SpecError, lacking
+from qa_lib.variants import Settings, SpecError, find_variant, lacking
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
 Several = int | Sequence[int] | None  # a size, or several
+OF_OWN = [*inspect.signature(sized).parameters][1:]  # what `own` of plan may hold, beside stages
 
 
+@checked
 def plan(
     variants: Sequence[str],
-    preset: str,
+    preset: str | None = None,
     seeds: Sequence[int] = (0,),
     data: str | os.PathLike | None = None,
     model: str | os.PathLike | None = None,
@@ -41,19 +55,31 @@ def plan(
     """The specs of variants x seeds at a preset: all variants with the first seed come first, each once. For instance
     plan(["A1", "E-uncompiled"], "local", [0, 1], data="squad/", model="my-bert/", epochs=2).
 
-    `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; `machine` is this one
-    unless given. Sizes and what `own` may hold are arguments of `resolve`. A list in place of a size gives every
-    variant a spec for each, and several lists their product. `recommended` becomes the variant, and without
-    `micro_batch` the size, that suits the machine, by the records below `runs` too (run/recommend.py).
+    `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; where both are given,
+    `preset` may be left out and is `local`. `machine` is this one unless given. Sizes and what `own` may hold are
+    arguments of `resolve`. A list in place of a size gives every variant a spec for each, and several lists their
+    product.
+
+    What is left to the machine is chosen by run/recommend.py, by the records below `runs` too, and said in the first
+    line of a spec's `adjusted`: `recommended` becomes the variant, and without `micro_batch` the size, that suits it.
+    At the presets for one's own training (presets.QUICKEST) all other variants get, without `micro_batch`, the quickest
+    size that fits all of them, which divides the `batch`.
 
     Raises SpecError for a name or number that cannot be, before files and the hub are asked, or a length that the model
     does not take, and UserError for what is not to be had. Where `left_out` is given, it gets a sentence for sizes that
     do not go together, as long as their variant has others.
     """
+    check_names("plan", own, [*inspect.signature(plan).parameters, *OF_OWN, "stages"])
+    expect_folder("runs", runs)
+    expect("machine", machine, Machine | None, "give a qa_lib.spec.Machine, or None for this one")
+    expect("left_out", left_out, list | None, "give a list, to which sentences are added")
+    preset = named_or_own(preset, data, model)
     size = find_preset(preset)
     variants = _list("variants", variants)
+    for variant in variants:
+        find_variant(variant, size.task)
     seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
-    data, model = _source("data", data, size), _source("model", model, size)
+    data, model = _sources(size, data, model)
     if machine is None:
         from qa_lib.measure.hardware import (
             this_machine,
@@ -67,10 +93,10 @@ def plan(
         dict.fromkeys(seeds), sizes, dict.fromkeys(variants)
     ):
         try:
-            specs.append(resolve(variant, preset, seed, machine, {}, {}, data, model, **own, **one))
+            specs.append(_resolved(variant, preset, seed, machine, data, model, own | one))
         except SpecError as problem:
             faults[f"{variant}: {problem}"] = variant, problem
-    planned = {"recommended" if spec.chosen else spec.variant for spec in specs}
+    planned = {"recommended" if spec.recommended else spec.variant for spec in specs}
     for said, (variant, problem) in faults.items():
         if left_out is None or variant not in planned:
             raise problem
@@ -92,14 +118,48 @@ def plan(
         )
         for spec in specs
     ]
-    if "recommended" in variants:
-        from qa_lib.run.recommend import choose  # imports torch, too
+    return _chosen(specs, machine, runs, bool(config))
 
-        specs = [choose(spec, machine, runs) if spec.chosen else spec for spec in specs]
-        specs = list(
-            {spec.run_path: spec for spec in specs}.values()
-        )  # it may be one of the others
-    return specs
+
+def _resolved(
+    variant: str, preset: str, seed: int, machine: Machine, data: str, model: str, own: dict
+) -> Spec:
+    """A spec by `resolve`, whose `chosen` has "micro_batch" where that is left to the machine. Until it is chosen, the
+    spec has the variant's own, or the largest below that divides the work of a step. Raises SpecError."""
+    is_open = not own.get("micro_batch") and (variant == "recommended" or preset in QUICKEST)
+    sizes = [own.get("micro_batch")]
+    if is_open:
+        sizes += range(Settings().micro_batch - 1, 0, -1)
+    problems = []
+    for size in sizes:
+        words = own | {"micro_batch": size}
+        try:
+            spec = resolve(variant, preset, seed, machine, {}, {}, data, model, **words)
+        except SpecError as problem:
+            problems.append(problem)
+            continue
+        return dataclasses.replace(
+            spec, chosen=[*spec.chosen[:1], "micro_batch"] if is_open else spec.chosen
+        )
+    raise problems[0]
+
+
+def _chosen(
+    specs: list[Spec], machine: Machine, runs: str | os.PathLike, has_config: bool
+) -> list[Spec]:
+    """The specs with what was left to the machine, each run once. Where a choice is a run that was named as well, it
+    stays a choice: another takes its place if it fails."""
+    if not any(spec.chosen for spec in specs):
+        return specs
+    from qa_lib.run.recommend import choose, with_quickest_size  # imports torch, too
+
+    specs = [choose(spec, machine, runs) if spec.recommended else spec for spec in specs]
+    specs = with_quickest_size(specs, machine, runs, has_config)
+    found = {}
+    for spec in specs:
+        if spec.recommended or spec.run_path not in found:
+            found[spec.run_path] = spec
+    return list(found.values())
 
 
 def _list(name: str, values: object) -> list:
@@ -108,22 +168,38 @@ def _list(name: str, values: object) -> list:
         or not isinstance(values, Iterable)
         or not (found := list(values))
     ):
-        raise SpecError(f"{name} is {values!r}, and not a list of at least one")
+        hint = (
+            f": write {name}=[{values!r}]" if isinstance(values, str | int) and values != "" else ""
+        )
+        raise SpecError(f"{name} is {shown(values)}, and not a list of at least one{hint}")
     return found
 
 
-def _source(name: str, value: object, preset: Preset) -> str:
-    """A path or name as a text; without one, the preset's own. Raises SpecError, and UserError where it has none."""
-    value = getattr(preset, name) if value is None or value == "" else value
-    if value == "":
-        raise UserError(f"preset {preset.name!r} has no {name} of its own: give --{name} (a path)")
-    if isinstance(value, str | os.PathLike):
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # of a path that is too long, or has a null byte
+def _sources(preset: Preset, data: object, model: object) -> tuple[str, str]:
+    """Data and model as texts, each a path or name; without one, the preset's own. Raises SpecError, and UserError for
+    all that the preset has none of its own for."""
+    found = {
+        name: getattr(preset, name)
+        if value is None or (isinstance(value, str) and not value)
+        else value
+        for name, value in (("data", data), ("model", model))
+    }
+    if absent := [name for name, value in found.items() if isinstance(value, str) and not value]:
+        options = " and ".join(f"--{name}" for name in absent)
+        raise UserError(
+            f"preset {preset.name!r} has no {' and no '.join(absent)} of its own: give {options} (a path, or a name "
+            "of the hub)"
+        )
+    for name, value in found.items():
+        expect(name, value, (str, os.PathLike), "give a path, or a name of the hub")
+        expect(name, os.fspath(value), str, "give a path, or a name of the hub")
+        # Of a path that is too long, or has a null byte.
+        with contextlib.suppress(OSError, ValueError):
             Path(value).exists()
-            return os.fspath(value)
-    raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
+            found[name] = os.fspath(value)
+            continue
+        raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
+    return found["data"], found["model"]
 
 
 def _product(**sizes: Several) -> list[dict]:
@@ -155,15 +231,39 @@ def go_offline_without_network(*sources: str) -> None:
 
 def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path. Raises DataError
-    for data that cannot be read, and UserError where training and validation are the same file."""
-    splits = ["train", "validation"] if with_validation else ["train"]
-    hashes = [SOURCES[task](source, split).sha256 for split in splits]
+    for data that cannot be read or are empty, and UserError where training and validation are the same file, and for a
+    file of a kind that nothing here reads."""
+    if task == "qa" and os.path.isfile(source):
+        _check_kind(Path(source))
+    sources = [
+        SOURCES[task](source, split)
+        for split in (["train", "validation"] if with_validation else ["train"])
+    ]
+    for one in sources:
+        if os.path.isfile(one.name) and not os.path.getsize(one.name):
+            raise DataError(f"{one.name}: an empty file")
+    hashes = [one.sha256 for one in sources]
     if len(hashes) > len(set(hashes)):
+        if task == "qa":
+            _ = sources[0].examples  # that the file has no questions, or is no JSON, is told first
         raise UserError(
             f"{source}: would be trained on and scored by the same {'questions' if task == 'qa' else 'text'}; "
             "--data takes a folder with train.json and validation.json, or .txt"
         )
     return {"name": without_folders(source), "sha256": _joined(hashes)}
+
+
+def _check_kind(path: Path) -> None:
+    """Raises UserError for a file of questions that is no JSON, by its ending and its first character."""
+    with path.open("rb") as stream:
+        begin = stream.read(1000).removeprefix(codecs.BOM_UTF8).strip()
+    kind = path.suffix.lower()
+    if kind != ".json" and begin and (kind == ".jsonl" or begin[:1] not in b"{["):
+        named = f"a {kind} file" if kind else "no JSON file"
+        raise UserError(
+            f"{path}: {named}, and --data takes SQuAD's format: a folder with train.json and "
+            "validation.json (docs/own-model.md)"
+        )
 
 
 def _joined(hashes: list[str]) -> str:

@@ -24,7 +24,7 @@ import pandas as pd
 import torch
 
 from qa_lib import record
-from qa_lib.errors import UserError
+from qa_lib.errors import UserError, wrapped
 from qa_lib.measure import hardware, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
@@ -320,9 +320,10 @@ def count_one_step(spec: Spec) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Profile one variant here, print where its step goes and where the files are."""
-    (spec,) = plan(
-        [args.variant], args.preset, [0], args.data, args.model, args.micro_batch, batch=args.batch
-    )
+    sources = (args.data, args.model, args.micro_batch)
+    (spec,) = plan([args.variant], args.preset, [0], *sources, batch=args.batch, runs=args.runs)
+    if spec.chosen:
+        print(wrapped(spec.adjusted[0]))
     with hardware.gpu_lock(hardware.train_device()):  # other runs may be timed on this GPU
         entry = profile(spec, args.runs, count=args.ncu)
     time = entry["time"]

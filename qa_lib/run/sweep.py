@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from qa_lib import record
 from qa_lib.cli import own_of, variants_of
-from qa_lib.errors import UserError, one_line, printable
+from qa_lib.errors import UserError, one_line, printable, wrapped
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.presets import find_preset
@@ -107,7 +107,7 @@ def sweep(specs: list[Spec], launcher: Launcher, on_finish: str | None = None) -
 
     def ended(spec: Spec, entry: dict) -> None:
         nonlocal done, every
-        every += bool(spec.chosen) and record.unable(entry)  # another takes its place
+        every += spec.recommended and record.unable(entry)  # another takes its place
         done += 1
         bar.update()
         beside = [progress_of(launcher.runs / other.run_path) for other in list(launcher.active)]
@@ -254,6 +254,9 @@ def main(args: argparse.Namespace) -> int:
         "".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True
     )
     if args.plan:
+        alike = [spec for spec in specs if spec.chosen and not spec.recommended]
+        for said in dict.fromkeys(spec.adjusted[0] for spec in alike):
+            print(wrapped(said))
         for spec in specs:
             state = (
                 f"skip: {spec.skip}"
@@ -262,7 +265,7 @@ def main(args: argparse.Namespace) -> int:
                 if launcher.is_finished(spec)
                 else "run"
             )
-            words = [state, *_own_words(spec), *(spec.adjusted[:1] if spec.chosen else [])]
+            words = [state, *_own_words(spec), *(spec.adjusted[:1] if spec.recommended else [])]
             line = f"{spec.group}/{spec.run_id:24} {', '.join(words)}"
             print(textwrap.fill(line, 100, subsequent_indent="    ", break_on_hyphens=False))
         return 0

@@ -12,7 +12,7 @@ import itertools
 import pandas as pd
 
 from qa_lib.cli import variants_of
-from qa_lib.errors import UserError, one_line
+from qa_lib.errors import UserError, one_line, wrapped
 from qa_lib.record import FINISHED, SCORING
 from qa_lib.run.launch import Launcher, probe, say_idle
 from qa_lib.run.plan import plan
@@ -61,7 +61,10 @@ def main(args: argparse.Namespace) -> int:
         machine,
         batch=args.batch,
         max_answer_length=args.max_answer_length,
+        runs=args.runs,
     )
+    for said in dict.fromkeys(spec.adjusted[0] for spec in specs if spec.chosen):
+        print(wrapped(said))
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")

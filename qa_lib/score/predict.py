@@ -25,6 +25,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
+from qa_lib.calls import checked, expect, expect_folder
 from qa_lib.data.squad import DataError, Source, open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
@@ -174,6 +175,7 @@ def load_answerer(folder: Path, max_answer_length: int | None = None) -> Model:
     return Model(model.to(answering_device(model)), tokenizer, *lengths)
 
 
+@checked
 def ask(
     folder: str | Path, question: str, context: str, max_answer_length: int | None = None
 ) -> dict:
@@ -183,6 +185,9 @@ def ask(
     An answer has at most `max_answer_length` tokens, by default as many as the model's answers had in training, or 30.
     Raises UserError for what load_qa_model refuses, and what `answer` raises.
     """
+    expect_folder("folder", folder)
+    expect("question", question, str, "give a text")
+    expect("context", context, str, "give the text of a paragraph")
     folder = find_folder(folder)
     loaded = _loaded(
         folder, max((path.stat().st_mtime_ns for path in folder.glob("*.safetensors")), default=0)

@@ -1,0 +1,246 @@
+"""The micro-batch that `plan` chooses for one's own trainings, on made-up machines."""
+
+import dataclasses
+
+import pytest
+from transformers import BertConfig
+
+from qa_lib import record
+from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.presets import QUICKEST
+from qa_lib.run import launch, sweep
+from qa_lib.run import recommend as choosing
+from qa_lib.run.plan import plan
+from qa_lib.run.sweep import notebook_parameters
+from qa_lib.spec import Machine
+from tests.material import leave, refused
+from tests.tiny import CPU, checkpoint
+
+
+def card(name: str, sm: int, gib: float, free: float = 0.1, gpus: int = 1) -> Machine:
+    """A machine whose first card has so much memory, of which a share is free."""
+    sizes = {"total_mib": int(1024 * gib), "free_mib": int(1024 * gib * free)}
+    return dataclasses.replace(CPU, hardware=name, gpus=gpus, sm=sm, **sizes)
+
+
+T4, H100, SMALL = card("t4", 75, 14.6), card("h100-80gb-hbm3", 90, 79), card("rtx-3050", 86, 4)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """Folders of BERT-base and BERT-large, without weights, which no plan reads."""
+    large = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
+    configs = {"base": BertConfig(), "large": BertConfig(**large, intermediate_size=4096)}
+    folders = {}
+    for name, config in configs.items():
+        folders[name] = str(tmp_path_factory.mktemp(name))
+        config.save_pretrained(folders[name])
+        build_tokenizer("tiny").save_pretrained(folders[name])
+    return folders
+
+
+@pytest.fixture
+def planned(models, tmp_path):
+    """`plan` of one's own training, with a runs folder of this test."""
+
+    def call(variants, machine, preset="local", model="base", **own):
+        sources = {"data": "synthetic:400", "model": models[model], "runs": tmp_path}
+        return plan(variants, preset, machine=machine, **sources | own)
+
+    return call
+
+
+def sizes(specs):
+    return [spec.asked.micro_batch for spec in specs]
+
+
+@pytest.mark.parametrize("preset", QUICKEST)
+@pytest.mark.parametrize(
+    ("variant", "machine"), [("E-uncompiled", H100), ("E-t4-norm", T4), ("A1", T4)]
+)
+def test_a_variant_that_is_named_takes_the_quickest_size_that_fits(
+    variant, machine, preset, planned
+):
+    """By the whole memory, though next to nothing is free; and the effective batch stays."""
+    (spec,) = planned([variant], machine, preset)
+    assert (spec.asked.micro_batch, spec.settings.micro_batch) == (32, 32)
+    assert spec.preset.batch == 32
+    assert spec.adjusted[0].startswith(
+        f"micro-batch 32: the quickest that fits on {machine.hardware} ({variant}: "
+    )
+    assert len(spec.adjusted[0]) <= 94
+
+
+def test_the_size_is_as_one_that_was_asked_for(planned, tmp_path):
+    """So that the id holds it, and a sweep's notebook is told it."""
+    (chosen,) = planned(["A1"], H100)
+    (asked,) = planned(["A1"], H100, micro_batch=32)
+    assert chosen.hash == asked.hash and chosen.own == {"micro_batch": 32}
+    assert notebook_parameters(chosen, tmp_path)["micro_batch"] == 32
+    assert chosen.chosen == ["micro_batch"] and not chosen.recommended and not asked.chosen
+
+
+def test_the_size_does_not_depend_on_what_is_free(planned):
+    busy, idle = (card("t4", 75, 14.6, free) for free in (0.01, 1.0))
+    assert planned(["A1"], busy)[0].hash == planned(["A1"], idle)[0].hash
+
+
+def test_a_larger_model_gets_a_smaller_size(planned):
+    assert sizes(planned(["A1"], T4, model="large")) == [8]
+
+
+def test_all_variants_of_a_plan_get_one_size(planned):
+    """A1 writes the scores of attention to memory, and so decides."""
+    assert sizes(planned(["A4"], SMALL)) > sizes(planned(["A1"], SMALL))
+    together = planned(["A4", "A1"], SMALL, seeds=[0, 1])
+    assert sizes(together) == 4 * sizes(planned(["A1"], SMALL))
+    assert len({spec.adjusted[0] for spec in together}) == 1
+
+
+def test_a_variant_that_fits_at_no_size_does_not_slow_the_others(planned, monkeypatch):
+    needed = choosing._needed_gib
+    monkeypatch.setattr(
+        choosing,
+        "_needed_gib",
+        lambda spec, loaded: 99.0 if spec.variant == "A1" else needed(spec, loaded),
+    )
+    assert sizes(planned(["A1", "A4"], SMALL)) == 2 * sizes(planned(["A4"], SMALL))
+
+
+def test_parallel_variants_divide_the_batch_by_their_processes(planned):
+    several = card("h100-80gb-hbm3", 90, 79, gpus=8)
+    assert sizes(planned(["P1"], several)) == [16]
+    assert sizes(planned(["P1"], several, world=8)) == [4]
+    assert sizes(planned(["A1", "P1"], several)) == [16, 16]
+    assert sizes(planned(["A1", "P1"], H100)) == [32, 8], "P1, which is skipped, decides nothing"
+
+
+@pytest.mark.parametrize(
+    ("batch", "size"), [(4, 4), (12, 12), (64, 64), (48, 48), ([8, 32], 8), ([32, 48], 16)]
+)
+def test_a_batch_of_ones_own_is_divided(batch, size, planned):
+    found = planned(["A1"], H100, batch=batch)
+    assert set(sizes(found)) == {size}
+
+
+def test_a_size_that_was_asked_for_stays(planned):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    assert spec.asked.micro_batch == 4 and not spec.chosen
+    assert sizes(planned(["A1"], H100, micro_batch=[8, 16])) == [8, 16]
+    refused("does not divide", planned, ["A1"], H100, micro_batch=24)
+
+
+@pytest.mark.parametrize("preset", ["smoke", "bench", "sizing", "vram", "speedrun", "minutes"])
+def test_presets_of_the_reference_project_keep_its_size(preset, planned):
+    (spec,) = planned(["A1"], H100, preset)
+    assert spec.asked.micro_batch == 8 and not spec.chosen and not spec.adjusted
+
+
+@pytest.mark.parametrize("machine", [CPU, dataclasses.replace(T4, total_mib=0, free_mib=0)])
+def test_where_memory_is_not_known_the_size_stays(machine, planned):
+    (spec,) = planned(["A1"], machine)
+    assert spec.asked.micro_batch == 8 and spec.own == {} and not spec.chosen
+
+
+def test_where_memory_is_not_predicted_the_size_stays_and_one_line_says_why(planned, tmp_path):
+    model = checkpoint("modernbert", tmp_path / "modern")
+    (spec,) = planned(["A1"], H100)
+    (other,) = plan(["A1"], "local", data="synthetic:80", model=model, machine=H100, runs=tmp_path)
+    assert (spec.asked.micro_batch, other.asked.micro_batch) == (32, 8)
+    assert "modernbert" in other.adjusted[0] and "--micro-batch" in other.adjusted[0]
+
+
+def test_on_a_cpu_a_batch_that_8_does_not_divide_is_divided(planned):
+    (spec,) = planned(["A1"], CPU, batch=12)
+    assert spec.asked.micro_batch == 6 and "micro-batch 6: the largest up to 8" in spec.adjusted[0]
+
+
+@pytest.mark.parametrize("status", ["ok", "killed", "error", "running"])
+@pytest.mark.parametrize("machine", [H100, CPU])
+def test_a_run_that_is_there_keeps_its_size(status, machine, planned, tmp_path):
+    (there,) = planned(["A1"], machine, micro_batch=4, epochs=1)
+    leave(tmp_path, there, status)
+    (same,) = planned(["A1"], machine, epochs=1)
+    assert same.run_path == there.run_path
+    assert same.adjusted[0].startswith("micro-batch 4: that of ")
+    for other in ({"epochs": 2}, {"epochs": 1, "seeds": [1]}, {"epochs": 1, "model": "large"}):
+        assert sizes(planned(["A1"], machine, **other)) == [8 if machine is CPU else 32]
+
+
+def test_a_run_at_the_usual_size_is_nothing_to_speak_of_on_a_cpu(planned, tmp_path):
+    leave(tmp_path, planned(["A1"], CPU)[0])
+    (spec,) = planned(["A1"], CPU)
+    assert spec.own == {} and not spec.chosen and not spec.adjusted
+
+
+def test_the_variants_beside_a_run_that_is_there_take_its_size(planned, tmp_path):
+    leave(tmp_path, planned(["A1"], H100, micro_batch=16)[0])
+    assert sizes(planned(["A1", "A4"], H100, seeds=[0, 1])) == [16] * 4
+
+
+def test_a_run_that_ran_out_of_memory_gives_way_to_a_smaller_size(planned, tmp_path):
+    leave(tmp_path, planned(["A1"], H100)[0], "oom", {"kind": "OutOfMemoryError", "step": 2})
+    assert sizes(planned(["A1"], H100)) == [16]
+    assert sizes(planned(["A1"], card("h200", 90, 140))) == [32], "nothing is known of that card"
+
+
+@pytest.fixture
+def by_samples(monkeypatch):
+    """Every variant takes 1 GiB, and 0.1 GiB a sample."""
+    predicted = lambda spec, loaded: 1 + 0.1 * spec.asked.micro_batch  # noqa: E731
+    monkeypatch.setattr(choosing, "_needed_gib", predicted)
+
+
+def test_variants_beside_a_recommended_one_take_no_larger_size(planned, by_samples):
+    """Which is chosen by what is free."""
+    tight = dataclasses.replace(H100, free_mib=3 * 1024)
+    assert sizes(planned(["A1"], tight)) == [32]
+    assert sizes(planned(["A1", "recommended"], tight)) == [16, 16]
+
+
+def test_a_recommended_run_takes_the_size_of_the_variants_beside_it(planned):
+    idle = dataclasses.replace(SMALL, free_mib=SMALL.total_mib)
+    (named,) = planned(["A1"], idle)
+    first, second = planned(["A1", "recommended"], idle)
+    assert sizes(planned(["recommended"], idle))[0] > named.asked.micro_batch
+    assert sizes([first, second]) == 2 * sizes([named])
+    assert second.chosen == ["variant", "micro_batch"]
+
+
+def test_a_recommended_run_that_is_finished_stays_the_choice_on_a_busy_card(
+    planned, by_samples, tmp_path
+):
+    idle, busy = (dataclasses.replace(H100, free_mib=1024 * gib) for gib in (79, 3))
+    (there,) = planned(["recommended"], idle)
+    assert planned(["recommended"], busy)[0].run_path != there.run_path
+    leave(tmp_path, there)
+    (same,) = planned(["recommended"], busy)
+    assert same.run_path == there.run_path and "which is finished" in same.adjusted[0]
+
+
+@pytest.mark.parametrize(
+    "order", [["recommended", "E-fp8-uncompiled"], ["E-fp8-uncompiled", "recommended"]]
+)
+def test_a_choice_that_is_named_as_well_stays_a_choice(order, planned):
+    idle = dataclasses.replace(H100, free_mib=H100.total_mib)
+    (spec,) = planned(order, idle)
+    assert spec.recommended, "or nothing would take its place where it fails"
+
+
+def test_a_sweep_says_its_size_once_within_100_columns(
+    planned, models, tmp_path, monkeypatch, typed
+):
+    """Slurm's probe gives a machine as the local one does."""
+    words = f"--variants A1,A4 --seeds 0,1 --data synthetic:400 --model {models['base']}"
+    for launcher, probe in (("local", "probe"), ("slurm", "probe_node")):
+        monkeypatch.setattr(sweep, probe, lambda *_: (H100, {}))
+        out = typed(f"sweep --plan --launcher {launcher} --runs {tmp_path} {words}")
+        assert out.count("the quickest that fits") == 1 and out.startswith("micro-batch 32: ")
+        assert out.count("run, micro-batch 32\n") == 4
+        assert max(map(len, out.splitlines())) <= 100
+
+
+def test_a_node_that_was_probed_has_its_whole_memory():
+    fields = dataclasses.asdict(T4)
+    assert launch.Machine(**fields) == T4 and fields["total_mib"] == 14950
+    assert record.FIRST_STEPS == 3
