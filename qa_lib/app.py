@@ -51,7 +51,8 @@ LOOK = {
     "footer_links": [],
 } | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
-# What the page sends as a component's value. None: nothing is chosen, or the number's box is empty.
+# What the page sends as the value of a component that is an event's input; all else is refused. None: nothing is
+# chosen, or the number's box is empty.
 SENDS = {
     gr.Textbox: (str,),
     gr.Dropdown: (str, NoneType),
@@ -397,7 +398,8 @@ def app(
 ) -> gr.Blocks:
     """Show the demo in a notebook, in Colab as well: of `models` (folders, names of the hub), then of those of `runs`.
 
-    `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model.
+    `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model, and with
+    `share` for a proxy variable with which nothing can be asked.
     """
     # Colab's proxy and public links call it by other names.
     hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")
