@@ -6,19 +6,6 @@ what it has kept (docs/own-model.md).
 
 import importlib
 import logging
-import sys
-
-from qa_lib.errors import UserError
-from qa_lib.versions import check_versions
-
-try:
-    check_versions()
-except UserError as too_old:
-    if sys.argv[:1] != ["-m"]:
-        raise
-    # `python -m qa_lib` imports this before its own code, which would print no traceback.
-    print(f"error: {too_old}", file=sys.stderr)
-    raise SystemExit(2) from None
 
 import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it takes)
 

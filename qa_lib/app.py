@@ -33,7 +33,7 @@ from qa_lib.run.sweep import progress_of
 from qa_lib.score.choices import Choices, named
 from qa_lib.serving import Page, guards, listen, names, past_proxies, serve
 
-# Gradio makes a client of its own when it is imported, which fails for a proxy that httpx lacks a package for.
+# Gradio makes a client of its own when it is imported, and httpx lacks a package for some proxies.
 with past_proxies(share=False):
     import gradio as gr
 
@@ -53,7 +53,8 @@ LOOK = {
     "footer_links": [],
 } | dict.fromkeys(("run_history", "ssr_mode", "mcp_server", "enable_monitoring"), False)
 QUIET = {"show_progress": "hidden", "api_visibility": "private"}
-# What the page sends as a component's value. None: nothing is chosen, or the number's box is empty.
+# What the page sends as the value of a component that is an event's input; all else is refused.
+# None: nothing is chosen, or the number's box is empty.
 SENDS = {
     gr.Textbox: (str,),
     gr.Dropdown: (str, NoneType),
@@ -105,8 +106,8 @@ def _ask(folder: Path, question: str, context: str, max_answer_length: int | Non
 
 
 def kept(found: dict) -> tuple[str, int | None, int | None, float | None]:
-    """What the page keeps of what was found: the paragraph, where the best answer begins and ends, and the margin of
-    "no answer" over it; None where no part of the paragraph can be the answer."""
+    """What the page keeps of what was found: the paragraph, where the best answer begins and ends,
+    and the margin of "no answer" over it; None where no part of the paragraph can be the answer."""
     best = next((entry for entry in found["nbest"] if entry["text"]), {})
     return found["context"], best.get("begin"), best.get("end"), found["margin"]
 
@@ -114,8 +115,8 @@ def kept(found: dict) -> tuple[str, int | None, int | None, float | None]:
 def decided(
     context: str, begin: int | None, end: int | None, margin: float | None, threshold: float
 ) -> tuple[str, str]:
-    """The answer that a threshold for "no answer" leaves of what was `kept`, and the paragraph as HTML with the answer
-    marked."""
+    """The answer that a threshold for "no answer" leaves of what was `kept`, and the paragraph as
+    HTML with the answer marked."""
     if begin is None or end is None or margin is None or margin > threshold:
         return "No answer", f'<div class="text">{escape(context)}</div>'
     before, text, after = context[:begin], context[begin:end], context[end:]
@@ -361,7 +362,8 @@ def dashboard(
 
 
 def groups_of(found: list[Run], own: set[str], broken: set[str]) -> list[str]:
-    """The groups of runs and of broken records, one's own ones first, and the newest first of these and of the others.
+    """The groups of runs and of broken records: one's own first, then the others, each by age, the
+    newest first.
 
     Groups of tries (see `load.searches`) are left out.
     """
@@ -420,7 +422,8 @@ def app(
 ) -> gr.Blocks:
     """Show the demo in a notebook, in Colab as well: of `models` (folders, names of the hub), then of those of `runs`.
 
-    `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to no model.
+    `share` makes a public link through Gradio's servers. Raises UserError for a name that leads to
+    no model, and with `share` for a proxy variable with which nothing can be asked.
     """
     # Colab's proxy and public links call it by other names.
     hosts = ["*"] if share or gr.utils.colab_check() else names("127.0.0.1", "127.0.0.1")

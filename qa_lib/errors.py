@@ -17,17 +17,10 @@ class UserError(ValueError):
     """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
 
 
-def readable(text: str) -> str:
-    """Text as a page may have it: without control characters, but for line ends and tabs; half characters (lone
-    surrogates) as question marks."""
-    return re.sub(CONTROL, "", text).encode(errors="replace").decode()
-
-
 def printable(text: str) -> str:
-    """Text as the terminal may have it, which control characters can clear, or turn around how it reads: as readable,
-    and with question marks for what its encoding lacks."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    return readable(text).encode(encoding, errors="replace").decode(encoding)
+    """Text as a terminal or a page may have it: without control characters, which can clear a terminal, set its title
+    or turn around how it reads, but for line ends and tabs; half characters (lone surrogates) as question marks."""
+    return re.sub(CONTROL, "", text).encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:

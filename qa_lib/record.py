@@ -52,6 +52,7 @@ MISTAKES = (
     "DataError",
     "RecordError",
     "RunTaken",
+    "NotReady",
 )
 
 # Steps within which a machine shows that it cannot do a run: it compiles for a first shape, and for a second one.

@@ -1,7 +1,7 @@
 """The versions that the package needs of the two libraries that it cannot do without.
 
-Asked of their metadata when `qa_lib` is imported, which imports neither: an older transformers would end in an
-ImportError of some name within it.
+`qa_lib.data` asks their metadata before anything imports either: an older transformers would end in an ImportError of
+some name within it.
 """
 
 import contextlib

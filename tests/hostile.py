@@ -1,7 +1,8 @@
 """Requests that the app's page never sends: generated, and the same ones for the same seed.
 
-Each is (what it is, method, path, headers, body), or for RAW the bytes of a whole connection. The files that they name
-are given: what exists and what does not, a device without an end, a pipe that nobody writes to.
+Each is (what it is, method, path, headers, body), or for RAW the bytes of a whole connection. The
+files that they name are given: what exists and what does not, a device without an end, a pipe that
+nobody writes to.
 """
 
 import gzip

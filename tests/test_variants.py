@@ -253,7 +253,8 @@ def test_imports_point_one_way():
         room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
         if path.name == "__init__.py":
             wrong += [f"{path}: its package has a file, too"] * (
-                bool(path.read_text()) and path.parent != PACKAGE
+                # That of `data` asks the versions of libraries before any of its modules imports them.
+                bool(path.read_text()) and path.parent not in (PACKAGE, PACKAGE / "data")
             )
             continue
         allowed = tuple(

@@ -64,13 +64,14 @@ class NotMeasured(ReportError):
 
 
 def load_runs(runs: str | Path = "runs", left_out=say_left_out) -> pd.DataFrame:
-    """Every record below `runs` (see `as_frame`), sorted by group and run. A record that cannot be trusted is left out,
-    and `left_out` told of it (see `read_runs`)."""
+    """Every record below `runs` (see `as_frame`), sorted by group and run. A record that cannot be
+    trusted is left out, and `left_out` told of it (see `read_runs`)."""
     return as_frame(read_runs(runs, left_out=left_out))
 
 
 def as_frame(found: list[Run]) -> pd.DataFrame:
-    """A line a run: a column a value named by its path ('speed.samples_per_s'), `run`, the archive.Run, and AXES."""
+    """A line a run: a column a value named by its path ('speed.samples_per_s'), `run`, the
+    archive.Run, and AXES."""
     if not found:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
     return with_axes(pd.json_normalize([run.record for run in found]).assign(run=found))

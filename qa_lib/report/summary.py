@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import pandas as pd
 
-from qa_lib.errors import readable
+from qa_lib.errors import printable
 from qa_lib.report import format as forms
 from qa_lib.report.load import (
     AXES,
@@ -124,7 +124,7 @@ def _described(runs: pd.DataFrame) -> pd.DataFrame:
 def _note(runs: pd.DataFrame) -> str:
     """Why a variant's runs did not end ok, and which were resumed."""
     said = runs["status"] + ": " + runs["error.message"].astype(object).fillna("not finished")
-    said = said.map(lambda text: textwrap.shorten(readable(text), 140, placeholder=" …"))
+    said = said.map(lambda text: textwrap.shorten(printable(text), 140, placeholder=" …"))
     resumed = "resumed at step {:.0f}, so no time of the whole run"
     resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
     seeds_of = (

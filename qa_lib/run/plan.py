@@ -330,6 +330,7 @@ def _inspect_hub(source: str) -> tuple[dict, dict]:
 
     if (
         source.startswith((".", "/", "~"))
+        or source.endswith("/")
         or source.count("/") > 1
         or os.path.isdir(os.path.dirname(source))
     ):
