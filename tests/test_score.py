@@ -1,6 +1,7 @@
 """The official SQuAD v2.0 figures, to the last digit."""
 
 import json
+import os
 import random
 import re
 import string
@@ -233,6 +234,8 @@ WRONG[" for .*data.json: article 'Rivers', question 'q1': None is no prediction"
 def test_command_line_errors_name_the_file(files):
     refused("none.json: No such file", run, files.data, files.data.with_name("none.json"))
     refused("Is a directory", run, files.data, files.data.parent)
+    os.mkfifo(files.data.with_name("pipe.json"))
+    refused("pipe.json: not a regular file", run, files.data, files.data.with_name("pipe.json"))
     words = "--na-prob", write(files.odds, {"q1": float("inf"), "q2": 0})
     refused(
         "question 'q1': inf is no no-answer probability", run, files.data, files.predictions, *words

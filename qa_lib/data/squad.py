@@ -273,7 +273,7 @@ def _counted(faults: dict[str, list[str]]) -> str:
 def read_json(path: str | os.PathLike) -> object:
     """Parse a JSON file. Raises `DataError` if it cannot be read or is not JSON; a pipe or a device, which may never
     end, is not read."""
-    if os.path.exists(path) and not os.path.isfile(path):
+    if os.path.exists(path) and not (os.path.isfile(path) or os.path.isdir(path)):
         raise DataError(f"{path}: not a regular file")
     try:
         return json.loads(Path(path).read_bytes())
