@@ -170,7 +170,8 @@ def test_a_run_that_is_there_keeps_its_size(status, machine, planned, tmp_path):
 def test_a_run_at_the_usual_size_is_nothing_to_speak_of_on_a_cpu(planned, tmp_path):
     leave(tmp_path, planned(["A1"], CPU)[0])
     (spec,) = planned(["A1"], CPU)
-    assert spec.own == {} and not spec.chosen and not spec.adjusted
+    assert spec.own == {} and not spec.chosen
+    assert not any(line.startswith("micro-batch") for line in spec.adjusted)
 
 
 def test_the_variants_beside_a_run_that_is_there_take_its_size(planned, tmp_path):

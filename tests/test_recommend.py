@@ -370,6 +370,19 @@ def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopp
     assert not record.unable(judged(spec))
 
 
+def test_a_recommended_run_that_is_finished_is_returned_unless_it_is_forced(tmp_path, monkeypatch):
+    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
+    there = fails(spec, tmp_path, "ok")
+    anew = Mock(side_effect=lambda specs, *_: [fails(spec, tmp_path, "ok") for spec in specs])
+    monkeypatch.setattr(launch.Launcher, "run_all", anew)
+    said = []
+    assert qa_lib.fit(spec, tmp_path, say=said.append) == there
+    assert said[0] == spec.adjusted[0] and said[1].startswith("finished on ")
+    anew.assert_not_called()
+    qa_lib.fit(spec, tmp_path, say=said.append, force=True)
+    anew.assert_called_once()
+
+
 class Hung:
     """A process that goes on for ever, and trains `steps` steps, or none and does not begin to."""
 

@@ -249,10 +249,8 @@ class Launcher:
         finally:
             self.active.remove(spec)
             self._end(process, run_dir)
-        seconds, over_limit = (
-            time.monotonic() - begin,
-            reason is not None and not self.stopped.is_set(),
-        )
+        seconds = time.monotonic() - begin
+        over_limit = reason is not None and not self.stopped.is_set()
         with record.lock(run_dir):
             return judge(spec, run_dir, reason, process.returncode, seconds, over_limit)
 
