@@ -273,7 +273,7 @@ def test_an_answer_is_as_long_as_the_page_says(server, runs):
         found = server(key_of(runs), "who came ?", context, "", longest)[0]
         most[longest] = len(found["context"][found["begin"] : found["end"]].split())
     assert most[" 1 "] == 1 <= most[""]
-    for wrong in ("0", "-1", "1.5", "x", "9" * 12, "9" * 30, 0.5):
+    for wrong in ("0", "-1", "1.5", "x", "9" * 12, "9" * 30):
         found, (_, said, *_) = server(key_of(runs), "who came ?", context, "", wrong)
         assert found is None and said["value"].startswith("The longest answer is ")
 

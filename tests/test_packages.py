@@ -209,7 +209,7 @@ class Colab:
             path = library.parent / f"{part.replace('.', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        for name in ("__init__", "packages", "paths", "errors"):
+        for name in ("__init__", "loaded", "packages", "paths", "errors"):
             source = ROOT / "qa_lib" / f"{name}.py"
             (library / source.name).write_text(source.read_text(encoding="utf-8"))
         (library.parent / "requirements.txt").write_text("\n".join(LINES))
