@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.errors import first_line
-from qa_lib.record import RecordError, writable_folder, write_atomically
+from qa_lib.record import DEFAULTS, RecordError, writable_folder, write_atomically
 from qa_lib.report.format import markdown
 from qa_lib.report.load import ReportError, on_cpu
 from qa_lib.variants import VARIANTS
@@ -167,12 +167,26 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
     return found
 
 
+# Fields of a preset that came after figures were drawn: they count where they are not their default, which is what was
+# so before.
+LATER = ("max_answer_length",)
+
+
 def digest(runs: pd.DataFrame) -> str:
     """What a figure of these runs was drawn from: the same for the same records."""
     records = [
-        run.record for run in runs["run"]
+        _as_drawn(run.record) for run in runs["run"]
     ]  # and not the frame, whose types depend on what else was loaded
     return hashlib.sha256(json.dumps(records, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _as_drawn(record: dict) -> dict:
+    """A record without the LATER fields of its preset that are their defaults."""
+    preset, usual = record["spec"]["preset"], DEFAULTS["preset"]
+    kept = {
+        name: value for name, value in preset.items() if name not in LATER or value != usual[name]
+    }
+    return record | {"spec": record["spec"] | {"preset": kept}}
 
 
 def png(figure: Figure, dpi: int = DPI, **more: str) -> bytes:

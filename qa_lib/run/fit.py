@@ -115,6 +115,7 @@ def fit(
         raise UserError(
             f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
         )
+    record.check_folder(Path(runs) / spec.run_path)
     if spec.chosen and not spec.recommended:  # what is recommended is said by its launcher
         say(wrapped(spec.adjusted[0]))
     if force and int(os.environ.get("RANK", 0)) == 0:
