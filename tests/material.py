@@ -99,16 +99,15 @@ def document(*paragraphs: tuple[str, list[dict]], title: str = "Rivers") -> dict
 
 
 def squad_folder(folder: Path, text: str, answer: str, asked: str = "who came?") -> Path:
-    """A folder of 40 questions of one answer to train on, and as many others to validate on; `asked` may have a
-    {number}."""
+    """A folder of 40 questions of one answer to train on, and as many about a paragraph that ends otherwise to validate
+    on; `asked` may have a {number}."""
     folder.mkdir()
-    for split, first in (("train", ""), ("validation", "and ")):
+    for split, end in (("train", ""), ("validation", " .")):
         gold = (answer, text.index(answer))
         entries = [
-            question(f"{split}{number}", first + asked.format(number=number), gold)
-            for number in range(40)
+            question(f"{split}{number}", asked.format(number=number), gold) for number in range(40)
         ]
-        write(folder / f"{split}.json", document((text, entries)))
+        write(folder / f"{split}.json", document((text + end, entries)))
     return folder
 
 
