@@ -78,7 +78,8 @@ class Preset:
                     name, value, 0 if name in ("stride", "measure_from", "checkpoint_every") else 1
                 )
             elif not isinstance(value, fits) or (isinstance(value, bool) and kind is not bool):
-                raise SpecError(f"{name} is {str(value)[:40]!r}")
+                wanted = {float: "a number", bool: "True or False"}.get(kind, "a text")
+                raise SpecError(f"{name} is {str(value)[:40]!r}, and not {wanted}")
         if not 0 < self.learning_rate < 1:
             raise SpecError(f"learning rate {self.learning_rate:g} is not between 0 and 1")
 

@@ -204,10 +204,10 @@ def _sources(preset: Preset, data: object, model: object) -> tuple[str, str]:
 
 def _product(**sizes: Several) -> list[dict]:
     """Every combination of some sizes, each by its name. Raises SpecError."""
-    lists = [
-        dict.fromkeys(_list(name, size)) if isinstance(size, Sequence) and size != "" else [size]
-        for name, size in sizes.items()
-    ]
+    lists = []
+    for name, size in sizes.items():
+        several = isinstance(size, Sequence) and not isinstance(size, str | bytes)
+        lists.append(dict.fromkeys(_list(name, size)) if several else [size])
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
 
 
