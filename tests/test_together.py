@@ -107,7 +107,7 @@ def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_i
         "ok",
         ["the last word"],
     )
-    refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet)
+    refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet, force=True)
 
 
 FAULTS = [("killed", "SIGKILL", " was ended by SIGKILL"), ("error", "ValueError", ": a fault")]
