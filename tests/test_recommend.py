@@ -274,7 +274,7 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
     command = ["run", "recommended", "--preset", "test", "--runs", str(tmp_path / "runs")]
     assert main(command) == 0
     out, err = capfd.readouterr()
-    assert max(map(len, out.splitlines())) <= 100
+    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
     lines = out.replace("\n    ", " ").splitlines()
     first, second = (line for line in lines if line.startswith("recommended: "))
     assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
