@@ -52,7 +52,7 @@ for name in sys.argv[1:]:
 """
 
 
-class NotReady(UserError):
+class NotReady(RuntimeError):
     """A notebook cannot go on; IPython shows the one line, and no traceback."""
 
     def _render_traceback_(self) -> list[str]:

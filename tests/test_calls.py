@@ -167,7 +167,7 @@ def test_a_file_of_a_folder_that_is_empty_is_named(split, tmp_path):
     text.mkdir()
     for name in ("train", "validation"):
         (text / f"{name}.txt").write_text("" if name == split else "Alice came.\n")
-    refused(f"{split}.txt: an empty file", plan, ["L1"], "lm-smoke", data=text, machine=CPU)
+    refused(f"{split}.txt: an empty text", plan, ["L1"], "lm-smoke", data=text, machine=CPU)
 
 
 @pytest.mark.parametrize("own", [{}, {"data": "synthetic:40"}, {"model": "tiny"}])

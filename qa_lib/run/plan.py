@@ -241,7 +241,7 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     ]
     for one in sources:
         if os.path.isfile(one.name) and not os.path.getsize(one.name):
-            raise DataError(f"{one.name}: an empty file")
+            raise DataError(f"{one.name}: an empty {'file' if task == 'qa' else 'text'}")
     hashes = [one.sha256 for one in sources]
     if len(hashes) > len(set(hashes)):
         if task == "qa":
