@@ -40,8 +40,13 @@ def whole_loss(x, weight, targets, vocabulary: int):
     return F.cross_entropy(F.linear(x, weight)[:, :vocabulary], targets)
 
 
+@torch.compiler.disable
 def chunked_loss(x, weight, targets, vocabulary: int):
-    """The same, a chunk of rows at a time, so that logits and their gradients are never there at once."""
+    """The same, a chunk of rows at a time, so that logits and their gradients are never there at once.
+
+    Only what lies between its GEMMs is compiled: with all of it in one compiled function, torch 2.11's gradients were
+    wrong on a GPU.
+    """
     return _Chunked.apply(x, weight, targets, vocabulary)
 
 
@@ -63,12 +68,13 @@ class _Chunked(torch.autograd.Function):
     @staticmethod
     def forward(context, x, weight, targets, vocabulary):
         count = (targets >= 0).sum()
+        softmax = _COMPILED if x.is_cuda else _softmax
         grad_x, grad_weight = torch.empty_like(x), torch.zeros_like(weight)
         total = torch.zeros((), device=x.device)
         for rows, own_targets, own_grad in zip(
             x.split(CHUNK), targets.split(CHUNK), grad_x.split(CHUNK), strict=True
         ):
-            loss, grad = _softmax(F.linear(rows, weight), own_targets, count, vocabulary)
+            loss, grad = softmax(F.linear(rows, weight), own_targets, count, vocabulary)
             total += loss
             own_grad.copy_(grad @ weight)
             grad_weight.addmm_(grad.t(), rows)
@@ -84,13 +90,16 @@ class _Chunked(torch.autograd.Function):
 def _softmax(logits, targets, count, vocabulary: int):
     """The sum of losses over `count`, and its gradient in `logits`."""
     column = torch.arange(logits.shape[1], device=logits.device)
-    logits = logits.float().masked_fill(column >= vocabulary, -torch.inf)
-    likelihood = logits.log_softmax(-1)
+    wide = logits.float().masked_fill(column >= vocabulary, -torch.inf)
+    likelihood = wide.log_softmax(-1)
     kept = targets >= 0
     chosen = likelihood.gather(1, targets.clamp(min=0)[:, None])[:, 0]
     loss = -torch.where(kept, chosen, 0.0).sum() / count
     grad = likelihood.exp() - (column == targets[:, None]).float()
-    return loss, (grad * kept[:, None] / count).to(torch.bfloat16)
+    return loss, (grad * kept[:, None] / count).to(logits.dtype)
+
+
+_COMPILED = torch.compile(_softmax, dynamic=False)
 
 
 class Block(nn.Module):

@@ -8,9 +8,12 @@ begins and ends, a token says so, so that the loss falls and a broken setting is
 """
 
 import argparse
+import contextlib
 import gc
 import json
 import multiprocessing
+import os
+import signal
 import statistics
 import sys
 import time
@@ -230,7 +233,13 @@ def _pinned(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
 
 
 def build(
-    peer: str, shape: dict, setting: dict, data: Data, example: list[dict], dropout: float
+    peer: str,
+    shape: dict,
+    setting: dict,
+    data: Data,
+    example: list[dict],
+    dropout: float,
+    rate: float,
 ) -> Step:
     """A step of these settings over a model with random weights, the same for all settings."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -256,7 +265,7 @@ def build(
     options = dict(setting["optimizer_options"])
     if "moments" in options:
         options["moments"] = getattr(torch, options["moments"])
-    optimizer = OPTIMIZERS[setting["optimizer"]](model, 1e-4, **options)
+    optimizer = OPTIMIZERS[setting["optimizer"]](model, rate, **options)
     chosen = {"dynamic": False}
     if setting["mode"]:
         chosen["mode"] = setting["mode"]
@@ -280,6 +289,8 @@ def _to_float8(model, recipe: str, *parts: str) -> None:
 
 
 def _only_sdpa(name: str) -> None:
+    # The choice is made while the model is traced, and no key of the compiler's caches has it.
+    torch._inductor.config.force_disable_caches = True
     cuda = torch.backends.cuda
     cuda.enable_cudnn_sdp(name == "cudnn")
     cuda.enable_flash_sdp(name == "flash")
@@ -294,7 +305,7 @@ def measure(task: dict) -> dict:
     setting, peer, parts = task["setting"], task["peer"], task["parts"]
     data = Data(peer, task["shape"], task["size"], parts, setting, task["lengths"])
     batches = data.steps(task["batches"])
-    step = build(peer, task["shape"], setting, data, batches[0], task["dropout"])
+    step = build(peer, task["shape"], setting, data, batches[0], task["dropout"], task["rate"])
     losses = []
     while step.steps < task["steps"]:
         losses.append(step(batches[step.steps % len(batches)]))
@@ -353,7 +364,14 @@ def kernels(step: Step, batches: list, count: int = 3) -> list[list]:
     ]
 
 
+def _end(process) -> None:
+    """End a child and all that it has started; it may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _child(task: dict, pipe) -> None:
+    os.setsid()  # so that what it starts ends with it
     try:
         pipe.send(measure(task))
     except Exception as error:
@@ -370,7 +388,7 @@ class Runner:
     def __init__(self, arguments, lengths, shape: dict):
         self.arguments, self.lengths, self.shape = arguments, lengths, shape
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["qa_lib.peers.gpt2", "torch._inductor.compile_fx"])
+        self.context.set_forkserver_preload(["torch"])
         self.deadline = time.monotonic() + arguments.within
         self.known = {}
         if arguments.out.exists():
@@ -413,6 +431,7 @@ class Runner:
             "blocks": own.blocks,
             "batches": 40,
             "dropout": 0.1,
+            "rate": own.rate,
             "profile": False,
         } | task
         here, there = self.context.Pipe()
@@ -423,7 +442,7 @@ class Runner:
             found = here.recv() if here.poll(min(left, own.timeout)) else {"error": "time is up"}
         except EOFError:
             found = {"error": "the process ended"}
-        process.kill()
+        _end(process)
         process.join()
         line |= found
         line["at"] = time.strftime("%H:%M:%S")
@@ -464,6 +483,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=32, help="samples or windows of a micro-batch")
     parser.add_argument("--parts", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--steps", type=int, default=100, help="before anything is timed")
+    parser.add_argument("--rate", type=float, default=1e-4, help="of learning")
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--block", type=int, default=25, help="steps of a block")
     parser.add_argument("--timeout", type=float, default=150, help="seconds of a setting")
@@ -473,7 +493,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "--start", default="[]", help="JSON: a list of changes that all settings have"
     )
     parser.add_argument(
-        "--only", help='JSON: {name: [changes]} in place of a search; {"task": {}} sets profile'
+        "--sets", help='JSON: {name: [changes]} in place of a search; {"task": {}} sets profile'
     )
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     return parser.parse_args(argv)
@@ -491,8 +511,8 @@ def main(argv: list[str]) -> None:
         lengths = np.loadtxt(arguments.lengths).astype(np.int64)
     run = Runner(arguments, lengths, shape)
     start = json.loads(arguments.start)
-    if arguments.only:
-        for name, changes in json.loads(arguments.only).items():
+    if arguments.sets:
+        for name, changes in json.loads(arguments.sets).items():
             extra = {"profile": True} if name.endswith("profiled") else {}
             run(name, *start, *changes, **extra)
         return

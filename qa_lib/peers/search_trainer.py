@@ -8,9 +8,12 @@ waits for the GPU in each step: workers, length grouping, torch.compile, and pad
 """
 
 import argparse
+import contextlib
 import itertools
 import json
 import multiprocessing
+import os
+import signal
 import statistics
 import sys
 import tempfile
@@ -119,7 +122,6 @@ def measure(task: dict) -> dict:
         given |= CHANGES[name]
     if "static" in options:
         torch._dynamo.config.automatic_dynamic_shapes = False
-        torch._dynamo.config.cache_size_limit = 32
     collator = default_data_collator
     if not as_it_comes:
         collator = Collator(64 if "few lengths" in options else 8)
@@ -160,7 +162,15 @@ def measure(task: dict) -> dict:
     }
 
 
+def _end(process) -> None:
+    """End a child and all that it has started; it may have ended by itself."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+
+
 def _child(task: dict, pipe) -> None:
+    os.setsid()  # so that what it starts ends with it
+    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script
     try:
         pipe.send(measure(task))
     except Exception as error:
@@ -172,24 +182,24 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--lengths", type=Path, required=True)
     parser.add_argument("--out", type=Path, default=Path("search.jsonl"))
     parser.add_argument("--size", type=int, default=32)
-    parser.add_argument("--warm-up", type=int, default=40, help="steps before the timed ones")
-    parser.add_argument("--block", type=int, default=20)
-    parser.add_argument("--blocks", type=int, default=5)
-    parser.add_argument("--timeout", type=float, default=120)
+    parser.add_argument("--warm-up", type=int, default=25, help="steps before the timed ones")
+    parser.add_argument("--block", type=int, default=15)
+    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--timeout", type=float, default=240)
     parser.add_argument("--within", type=float, default=560)
-    parser.add_argument("--only", help='JSON: a list of sets of options, null for "as it comes"')
+    parser.add_argument("--sets", help='JSON: a list of sets of options, null for "as it comes"')
     parser.add_argument("--tiny", action="store_true")
     own = parser.parse_args(argv)
-    lengths = np.random.default_rng(0).permutation(np.loadtxt(own.lengths).astype(np.int64))[:20000]
+    lengths = np.random.default_rng(0).permutation(np.loadtxt(own.lengths).astype(np.int64))[:8000]
     small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     shape = small | {"num_attention_heads": 2, "vocab_size": 100} if own.tiny else {}
     sets = [None]
     for count in range(len(OPTIONS) + 1):
         sets += [list(chosen) for chosen in itertools.combinations(OPTIONS, count)]
-    if own.only:
-        sets = json.loads(own.only)
+    if own.sets:
+        sets = json.loads(own.sets)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["transformers.trainer", "torch._inductor.compile_fx"])
+    context.set_forkserver_preload(["torch"])
     deadline = time.monotonic() + own.within
     for options in sets:
         task = vars(own) | {"lengths": lengths, "options": options, "shape": shape}
@@ -202,7 +212,7 @@ def main(argv: list[str]) -> None:
             found = here.recv() if left > 0 and here.poll(left) else {"error": "time is up"}
         except EOFError:
             found = {"error": "the process ended"}
-        process.kill()
+        _end(process)
         process.join()
         name = "as it comes" if options is None else " + ".join(options) or "none of the four"
         line = {"peer": "trainer", "size": own.size, "name": name} | found
