@@ -44,8 +44,7 @@ def whole_loss(x, weight, targets, vocabulary: int):
 def chunked_loss(x, weight, targets, vocabulary: int):
     """The same, a chunk of rows at a time, so that logits and their gradients are never there at once.
 
-    Only what lies between its GEMMs is compiled: with all of it in one compiled function, torch 2.11's gradients were
-    wrong on a GPU.
+    Only what lies between its GEMMs is compiled: as one compiled function it did not train on a GPU (torch 2.11).
     """
     return _Chunked.apply(x, weight, targets, vocabulary)
 

@@ -2,8 +2,7 @@
 
 Each setting is built, compiled and timed in a process of its own and gives one line of JSON: samples and tokens a
 second, milliseconds of a step, peak memory, the share of padding, and the loss after some steps beside that of plain
-fp32 without dropout's help of any option. A search takes each option alone, then adds those that pay, the best first,
-as long as they still do. Samples are random tokens of real lengths (`--lengths`, a number a line); where the answer
+fp32. A search takes each option alone, then adds those that pay, the best first, as long as they still do. Samples are random tokens of real lengths (`--lengths`, a number a line); where the answer
 begins and ends, a token says so, so that the loss falls and a broken setting is seen.
 """
 
@@ -492,8 +491,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--start", default="[]", help="JSON: a list of changes that all settings have"
     )
+    # Not --only: Inductor writes what follows that into the code that it generates.
     parser.add_argument(
-        "--sets", help='JSON: {name: [changes]} in place of a search; {"task": {}} sets profile'
+        # Not --only: Inductor writes what follows that into the code that it generates.
+        "--sets",
+        help="JSON: {name: [changes]} in place of a search; a name that ends in 'profiled' is",
     )
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     return parser.parse_args(argv)
