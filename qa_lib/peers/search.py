@@ -2,8 +2,9 @@
 
 Each setting is built, compiled and timed in a process of its own and gives one line of JSON: samples and tokens a
 second, milliseconds of a step, peak memory, the share of padding, and the loss after some steps beside that of plain
-fp32. A search takes each option alone, then adds those that pay, the best first, as long as they still do. Samples are random tokens of real lengths (`--lengths`, a number a line); where the answer
-begins and ends, a token says so, so that the loss falls and a broken setting is seen.
+fp32. A search takes each option alone, then adds those that pay, the best first, as long as they still do. Samples are
+random tokens of real lengths (`--lengths`, a number a line); where the answer begins and ends, a token says so, so that
+the loss falls and a broken setting is seen.
 """
 
 import argparse
