@@ -130,7 +130,7 @@ class Meter:
         self.counts = []
         self.first_step_at = None  # time.time() when the first step of this process was done
         self.data_s = []  # the host's seconds to prepare each step's inputs
-        # Of the GPU in each measured stretch; None where its counter did not answer.
+        # The GPU's energy in each measured stretch; None where its counter did not answer.
         self.joules = []
         self.counter = None  # its counter when the stretch began, in millijoules
         # Shares of time in which the GPU was busy: one a measured stretch, and one a step.

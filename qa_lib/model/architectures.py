@@ -26,7 +26,7 @@ from qa_lib.errors import UserError
 class Encoder:
     """One architecture. Names are those of submodules, of the model with its head or of a layer."""
 
-    # Of the model with its head:
+    # Names in the model with its head:
     layers: str
     # The modules below the layers; one that some configurations leave out may be named.
     embeddings: tuple[str, ...]
@@ -39,7 +39,7 @@ class Encoder:
     # next.
     causal: bool = False
 
-    # Of each layer. RECIPES in variants.py address adapters by the last part of these names.
+    # Names in each layer. RECIPES in variants.py address adapters by the last part of these.
     self_attention: str = "attention.self"
     # In the self-attention: the linear layers of query, key and value.
     projections: tuple[str, ...] = ("query", "key", "value")

@@ -84,7 +84,7 @@ class Tensor(NoParallel):
         trained = self.trained_of[parameter]
         if state.shape != parameter.shape or not isinstance(trained, DTensor):
             return state
-        # As bytes, here and below, since NCCL knows no int16.
+        # Sent as bytes, here and below, since NCCL knows no int16.
         share = state.view(torch.uint8)
         cut = DTensor.from_local(share, trained.device_mesh, trained.placements)
         return gather(cut).view(state.dtype)

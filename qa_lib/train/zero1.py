@@ -59,7 +59,7 @@ class FlatShard:
     def gather(self, state: torch.Tensor) -> torch.Tensor:
         """Return optimizer state of all the weights, from that of this process's part."""
         full = state.new_empty(len(self.flat))
-        # As bytes, since NCCL knows no int16.
+        # Sent as bytes, since NCCL knows no int16.
         all_gather(full.view(torch.uint8), state.view(torch.uint8))
         return full[: self.size]
 
