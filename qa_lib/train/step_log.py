@@ -69,8 +69,8 @@ class StepLog:
         self.samples = spec.micro_batches * spec.settings.micro_batch  # of a step
         self.pending = []  # loss and learning rate of the steps that are not written yet
         self.written = begin  # steps that are written
-        self.said = begin  # steps at the last line of progress
-        self.started = self.looked = self.said_at = time.monotonic()
+        self.reported = begin  # steps that were done at the last line of progress
+        self.started = self.looked = self.reported_at = time.monotonic()
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
@@ -138,22 +138,22 @@ class StepLog:
         if self.compiling and self.written < self.steps:
             # These steps' time is the compiler's, and foretells nothing.
             self.compiling = False
-            self.said = self.written
-            self.said_at = self.looked
-        is_tenth = self.written - self.said >= self.steps / 10
+            self.reported = self.written
+            self.reported_at = self.looked
+        is_tenth = self.written - self.reported >= self.steps / 10
         is_last = self.written == self.steps
-        is_late = self.looked - self.said_at >= SAY_EVERY_S
+        is_late = self.looked - self.reported_at >= SAY_EVERY_S
         if not (is_tenth or is_last or is_late):
             return
-        s_per_step = (self.looked - self.said_at) / (self.written - self.said)
+        s_per_step = (self.looked - self.reported_at) / (self.written - self.reported)
         taken = tqdm.format_interval(self.looked - self.started)
         left = tqdm.format_interval((self.steps - self.written) * s_per_step)
         self.say(
             f"{self.label}: step {self.written}/{self.steps}, loss {loss:.3f}, "
             f"{self.samples / s_per_step:.0f} samples/s, {taken} so far, {left} left"
         )
-        self.said = self.written
-        self.said_at = self.looked
+        self.reported = self.written
+        self.reported_at = self.looked
 
     def _append(self, lines: list[dict], mode: str = "a") -> None:
         """Write lines, if this is the first process. Raises RecordError where it cannot."""
