@@ -71,13 +71,13 @@ def main() -> None:
     gpu = Mock(**{f"get_current_{name}.return_value": 0 for name in ("device", "stream")})
     gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(gpu)  # what it asks of a GPU before it compiles for it
-    common._compile = lambda kernel, likes, options, _: common._warmup(kernel, likes, options)
+    common._compile = lambda kernel, likes, _: common._warmup(kernel, likes)
     with FakeTensorMode():
         call_all(capability)
-    for (_, likes, *_), future in common._compiling.items():
+    for (_, (_, like), *_), future in common._compiling.items():
         program = future.result()
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
-        print(program.metadata.name, likes[0])
+        print(program.metadata.name, like)
     print("found", common.found_compiled())
 
 

@@ -140,7 +140,7 @@ def test_the_kernel_rounds_as_the_plain_update_does():
 def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
     started = []
 
-    def note(kernel, grid, *arguments, **options):
+    def note(kernel, grid, **arguments):
         def like(argument):
             return (
                 tuple(map(like, argument))
@@ -148,7 +148,8 @@ def test_what_is_compiled_ahead_is_what_is_started(dtype, monkeypatch):
                 else getattr(argument, "dtype", argument)
             )
 
-        started.append((kernel, grid, like(arguments), options))
+        likes = {name: like(argument) for name, argument in arguments.items()}
+        started.append((kernel, grid, likes))
 
     monkeypatch.setattr(module, "launch", note)
     columns = drawn_state(torch.bfloat16, dtype, MANY)

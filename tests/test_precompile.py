@@ -26,9 +26,9 @@ def compiled(monkeypatch):
     """What was compiled, each when the `gate` is open."""
     found, gate = [], threading.Event()
 
-    def compile_later(kernel, likes, options, device):
+    def compile_later(kernel, likes, device):
         assert gate.wait(10)
-        found.append((likes, options, device.type))
+        found.append((likes, device.type))
 
     monkeypatch.setattr(common, "_compile", compile_later)
     monkeypatch.setattr(common, "_compiling", {})
@@ -42,14 +42,15 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     with FakeTensorMode():
         for rows in (3, 3, 5):
             x = torch.empty(rows, device="cuda")
-            common.launch(kernel, (1,), (x, x.half()), None, rows, BLOCK=8)
-        common.launch(kernel, (1,), (torch.empty(3), torch.empty(3)), None, 3, BLOCK=8)  # of a CPU
-    common.launch(kernel, (1,), torch.empty(3, device="meta"), 3)
+            common.launch(kernel, (1,), x=(x, x.half()), y=None, rows=rows, BLOCK=8)
+        on_cpu = (torch.empty(3), torch.empty(3))
+        common.launch(kernel, (1,), x=on_cpu, y=None, rows=3, BLOCK=8)
+    common.launch(kernel, (1,), x=torch.empty(3, device="meta"), rows=3)
     gate.set()
     common.wait(common._compiling.values())
     types = (torch.float32, torch.float16)
     assert sorted(found, key=str) == [
-        ((types, None, rows), {"BLOCK": 8}, "cuda") for rows in (3, 5)
+        ({"x": types, "y": None, "rows": rows, "BLOCK": 8}, "cuda") for rows in (3, 5)
     ]
     assert not started(kernel)
 
@@ -58,10 +59,10 @@ def test_what_is_started_waits_for_what_is_being_compiled(compiled):
     found, gate = compiled
     kernel, x = MagicMock(), torch.ones(2)
     with FakeTensorMode():
-        common.launch(kernel, (1,), torch.empty(2, device="cuda"))
+        common.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
     threading.Timer(0.1, gate.set).start()
-    common.launch(kernel, (7,), x, BLOCK=8)
-    assert found and started(kernel) == [((7,), (x,), {"BLOCK": 8})]
+    common.launch(kernel, (7,), x=x, BLOCK=8)
+    assert found and started(kernel) == [((7,), (), {"x": x, "BLOCK": 8})]
 
 
 def test_an_operator_tells_shapes_by_what_it_does():

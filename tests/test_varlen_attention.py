@@ -8,7 +8,7 @@ from torch import library
 
 from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import layers_of
-from qa_lib.model.attention import use_short_attention
+from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.spec import Machine
@@ -246,4 +246,4 @@ def test_layers_are_computed_twice_without_a_generator():
 def test_a_width_that_it_does_not_take_is_told():
     model = build_model(varlen_spec())
     model.config.num_attention_heads = 64
-    refused("power of 2, 16 or more, and not 1", use_short_attention, model)
+    refused("power of 2, 16 or more, and not 1", use_varlen_attention, model)

@@ -1,26 +1,28 @@
-"""What several kernels need: compilation ahead of their first launch, dropout's random bits by a hash, and the sum of
-what each program has summed.
+"""What kernels share: compilation ahead of the first launch, dropout by a hash, partial sums.
 
-Triton kernels of our own are compiled while the compiler is still at work on the model. Triton compiles a kernel at its
-first launch, and has the C compiler make the function that launches it: a quarter to a whole second for each, one after
-the other, and a step has a dozen. But long before that the compiler of the model calls every custom operator with fake
-tensors, which have a shape and a type and no memory. The operator then runs as it always does, and `launch`, which
-cannot launch anything there, compiles in a thread. Most of that work is done outside of Python, which the compiler of
-the model keeps busy. This works on every GPU that the kernels are for.
+Compilation ahead. Triton compiles a kernel at its first launch, and has the C compiler make the
+function that launches it. Each kernel takes a quarter to a whole second, one after the other, and a
+step has a dozen. But long before that, PyTorch's compiler calls every custom operator with fake
+tensors, which have a shape and a type and no memory. The operator then runs as it always does, and
+`launch`, which cannot launch anything there, compiles the kernel in a thread. Most of that work is
+done outside of Python, which PyTorch's compiler keeps busy. This works on every GPU that the
+kernels are for.
 
-Dropout's bits are a hash of the element's number; model/fused_blocks.py says why. The hash is here in PyTorch and as a
-device function. Both forms give the same bits, so that a kernel can compute again in the backward pass what the forward
-pass dropped, and so that tests can hold the kernels to plain PyTorch.
+Dropout. Its random bits are a hash of the element's number; model/fused_blocks.py says why. The
+hash is here in PyTorch and as a device function. Both give the same bits, so that a kernel can
+compute again in the backward pass what the forward pass dropped, and so that tests can hold the
+kernels to plain PyTorch.
 
-Partial-sum reduction is the last step of a gradient that is a sum over all tokens, as that of a bias is of its layer's
-output gradient. PyTorch and its compiler read that gradient once more for it. The kernel that writes the gradient has
-it in registers and can sum it there (varlen_attention.py, fused_norm.py, gelu.py): each program sums the tokens that it
-has, and a small kernel adds up the programs' partial sums. No program adds to another's, so that results are equal in
-every run. It is for GPUs of compute capability 7.5 and newer.
+Partial sums. The gradient of a bias is a sum over all tokens of the gradient of its layer's output.
+PyTorch and its compiler read that gradient once more to sum it. The kernel that writes the gradient
+has it in registers and can sum it there (varlen_attention.py, fused_norm.py, gelu.py): each program
+sums the tokens that it has, and a small kernel adds up the programs' sums. No program adds to
+another's, so that results are equal in every run. It is for GPUs of compute capability 7.5 and
+newer.
 """
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
@@ -31,28 +33,30 @@ from torch._subclasses.fake_tensor import FakeTensor
 try:
     import triton.language as tl
     from triton import jit
-except (
-    ImportError
-):  # it comes with PyTorch's CUDA builds alone; elsewhere kernels are defined, and never launched
+except ImportError:
+    # Triton comes with PyTorch's CUDA builds alone. Elsewhere kernels are defined, never launched.
     tl = SimpleNamespace(constexpr=lambda value: value)
 
     def jit(function=None, **_):
         return function or jit
 
 
-TILE = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # of sum_partials
+SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, and its warps
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
+
 _threads = ThreadPoolExecutor(4, "precompile")
 _lock = threading.Lock()
 _compiling: dict[tuple, Future] = {}
-_cache_hits: list[
-    bool
-] = []  # of each kernel that was compiled, whether an earlier process had compiled it
+# For each kernel that was compiled, whether an earlier process had compiled it.
+_cache_hits: list[bool] = []
 
 
 def custom_op(name: str) -> Callable:
-    """Make a function that launches kernels a custom operator of that name, which the compiler does not look into. The
-    function itself tells the compiler shapes and types."""
+    """Make the decorated function, which launches kernels, a custom operator of that name.
+
+    PyTorch's compiler does not look into it, and calls the function itself, on fake tensors, to
+    learn the shapes and types that it returns.
+    """
 
     def decorate(function):
         op = library.custom_op(name, function, mutates_args=())
@@ -63,66 +67,84 @@ def custom_op(name: str) -> Callable:
 
 
 def is_fake(tensor: torch.Tensor) -> bool:
-    """Whether it has a shape and a type and no memory."""
+    """Return whether a tensor has a shape and a type and no memory."""
     return isinstance(tensor, FakeTensor) or tensor.is_meta
 
 
-def launch(kernel, grid: tuple[int, ...], *arguments, **options) -> None:
-    """Launch a Triton kernel, like `kernel[grid](*arguments, **options)`; among fake tensors, compile it soon. Tuples
-    of tensors are allowed."""
-    tensor = next(
-        t
-        for a in arguments
-        for t in (a if isinstance(a, tuple) else [a])
-        if isinstance(t, torch.Tensor)
-    )
+def launch(kernel, grid: tuple[int, ...], /, **arguments) -> None:
+    """Launch a Triton kernel, as `kernel[grid](**arguments)` does; compile it for fake tensors.
+
+    `arguments` are the kernel's, by name, and Triton's own, such as `num_warps`. Tensors may come
+    in tuples. Fake tensors return at once, while a thread compiles.
+    """
+    tensor = next(_tensors(arguments.values()))
     if is_fake(tensor):
-        likes = tuple(tuple(map(_like, a)) if isinstance(a, tuple) else _like(a) for a in arguments)
-        key = (id(kernel), likes, *options.items())
-        if tensor.is_cuda and key not in _compiling:
-            _compiling[key] = _threads.submit(_compile, kernel, likes, options, tensor.device)
+        if tensor.is_cuda:
+            _compile_in_thread(kernel, arguments, tensor.device)
         return
-    # What failed there fails again here, and is told.
+    # An error of a compilation is not raised here: the launch meets it again, and raises it.
     wait([future for future in _compiling.values() if not future.done()])
-    kernel[grid](*arguments, **options)
+    kernel[grid](**arguments)
+
+
+def _tensors(arguments: Iterable) -> Iterator[torch.Tensor]:
+    """Yield the tensors among arguments, those in tuples too."""
+    for argument in arguments:
+        if isinstance(argument, torch.Tensor):
+            yield argument
+        elif isinstance(argument, tuple):
+            yield from _tensors(argument)
+
+
+def _compile_in_thread(kernel, arguments: dict, device: torch.device) -> None:
+    """Compile a kernel for arguments like these, unless that was begun before."""
+    likes = {name: _like(argument) for name, argument in arguments.items()}
+    key = (id(kernel), *likes.items())
+    if key not in _compiling:
+        _compiling[key] = _threads.submit(_compile, kernel, likes, device)
 
 
 def _like(argument):
-    """What a kernel is compiled for: of a tensor its type."""
+    """Return what a kernel is compiled for: a tensor's type, and every other argument itself."""
+    if isinstance(argument, tuple):
+        return tuple(_like(item) for item in argument)
     return argument.dtype if isinstance(argument, torch.Tensor) else argument
 
 
-def _compile(kernel, likes: tuple, options: dict, device: torch.device) -> None:
+def _compile(kernel, likes: dict, device: torch.device) -> None:
+    """Compile a kernel in this thread, and have the function made that launches it."""
     from triton.runtime import driver
 
     torch.cuda.set_device(device)
     with _lock:
         driver.active.get_current_device()  # the first call makes the driver
-    _warmup(kernel, likes, options).run  # noqa: B018  which loads it, and makes what launches it
+    program = _warmup(kernel, likes)
+    program.run  # noqa: B018  reading it loads the program and makes the launching function
 
 
 def found_compiled() -> bool:
-    """Whether an earlier process had compiled a kernel of ours that this one asked for."""
+    """Return whether an earlier process had compiled one of the kernels that this one asked for."""
     return any(_cache_hits)
 
 
-def _warmup(kernel, likes: tuple, options: dict):
-    """The kernel compiled for arguments like these."""
+def _warmup(kernel, likes: dict):
+    """Return the kernel compiled for arguments like these (see `_like`)."""
     from triton import knobs
     from triton.runtime.jit import MockTensor
 
+    def mock(like):
+        return tuple(map(mock, like)) if isinstance(like, tuple) else MockTensor.wrap_dtype(like)
+
     knobs.compilation.listener = lambda *, cache_hit, **_: _cache_hits.append(cache_hit)
-    mocks = [
-        tuple(map(MockTensor.wrap_dtype, like)) if isinstance(like, tuple) else like
-        for like in likes
-    ]
-    return kernel.warmup(*mocks, grid=(1,), **options)
+    mocks = {name: mock(like) for name, like in likes.items()}
+    return kernel.warmup(grid=(1,), **mocks)
 
 
 def hash32(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """32 bits for each of some `numbers`, which two seeds make unrelated; all of them int32, of shapes that broadcast.
+    """Return 32 random bits for each of some `numbers`; two seeds give unrelated bits.
 
-    The finalizer "lowbias32" (Wellons 2018), with the seed near its start.
+    All tensors are int32, and their shapes broadcast. The hash is the finalizer "lowbias32"
+    (Wellons 2018), with the seed added near its start.
     """
     # PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
     bits = ((numbers ^ ((numbers >> 16) & 0xFFFF)) + seed) * 0x7FEB352D
@@ -131,59 +153,63 @@ def hash32(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
 
 
 def threshold_of(p: float) -> int:
-    """Below it 31 bits of a hash drop their element."""
+    """Return the number below which 31 bits of a hash drop their element, at dropout rate `p`."""
     return int(p * 2**31)
 
 
 def hash_dropout(x: torch.Tensor, seed: torch.Tensor, p: float) -> torch.Tensor:
-    """Dropout with rate `p` of a tensor of fewer than 2^31 elements."""
+    """Return `x` after dropout with rate `p`; `x` has fewer than 2^31 elements, `seed` is int32."""
     if x.is_cuda and not torch.compiler.is_compiling():
-        return _HashDropout.apply(
-            x, seed, p
-        )  # one kernel, where the compiler would make one of what follows
-    bits = (
-        hash32(torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape), seed)
-        & 0x7FFFFFFF
-    )
+        return _HashDropout.apply(x, seed, p)
+    # PyTorch's compiler makes one kernel of what follows; on a CPU it runs as it is.
+    numbers = torch.arange(x.numel(), device=x.device, dtype=torch.int32).view(x.shape)
+    bits = hash32(numbers, seed) & 0x7FFFFFFF
     return torch.where(bits >= threshold_of(p), x * (1 / (1 - p)), 0.0)
 
 
 class _HashDropout(torch.autograd.Function):
+    """`hash_dropout` by one kernel, which drops the gradient by the same bits."""
+
     @staticmethod
     def forward(ctx, x, seed, p):
         ctx.save_for_backward(seed)
-        ctx.p, y = p, torch.empty_like(x, memory_format=torch.contiguous_format)
+        ctx.p = p
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
         grid = (-(-x.numel() // DROPOUT["ELEMENTS"]),)
         launch(
             dropout_kernel,
             grid,
-            x.contiguous(),
-            y,
-            seed,
-            x.numel(),
-            threshold_of(p),
-            1 / (1 - p),
+            x=x.contiguous(),
+            y=y,
+            seed=seed,
+            size=x.numel(),
+            threshold=threshold_of(p),
+            kept_scale=1 / (1 - p),
             **DROPOUT,
         )
         return y
 
     @staticmethod
     def backward(ctx, grad):
-        return _HashDropout.apply(grad, *ctx.saved_tensors, ctx.p), None, None
+        (seed,) = ctx.saved_tensors
+        return _HashDropout.apply(grad, seed, ctx.p), None, None
 
 
 @jit(do_not_specialize=["threshold"])
-def dropout_kernel(x, y, seed, size, threshold, keeps, ELEMENTS: tl.constexpr):
-    """ELEMENTS of a contiguous tensor of `size`, as hash_dropout has them; `keeps` is 1 / (1 - rate)."""
+def dropout_kernel(x, y, seed, size, threshold, kept_scale, ELEMENTS: tl.constexpr):
+    """Drop out ELEMENTS of a contiguous `x` of `size` elements into `y`, as hash_dropout does.
+
+    Kept elements are multiplied by `kept_scale`, which is 1 / (1 - rate).
+    """
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * keeps
+    value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * kept_scale
     keep = keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold)
     tl.store(y + at, tl.where(keep, value, 0.0).to(y.dtype.element_ty), mask=at < size)
 
 
 @jit
 def hash32_kernel(numbers, seed):
-    """As hash32, in unsigned numbers."""
+    """Return the bits of `hash32` for unsigned numbers."""
     bits = ((numbers ^ (numbers >> 16)) + seed) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)
@@ -191,29 +217,42 @@ def hash32_kernel(numbers, seed):
 
 @jit
 def keep_mask(at, seed, threshold):
-    """Which elements `at` these places in memory hash_dropout keeps."""
+    """Return which elements hash_dropout keeps, for their places `at` in memory."""
     return (hash32_kernel(at.to(tl.uint32), seed) & 0x7FFFFFFF).to(tl.int32) >= threshold
 
 
 def sum_partials(partials: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum over programs of fp32 [programs, ...] on a GPU, in this type."""
+    """Return the sum over programs of fp32 `partials` [programs, ...] on a GPU, in type `dtype`."""
     total = partials.new_empty(partials.shape[1:], dtype=dtype)
-    grid = (-(-total.numel() // TILE["COLUMNS"]),)
-    launch(sum_partials_kernel, grid, partials, total, len(partials), WIDTH=total.numel(), **TILE)
+    grid = (-(-total.numel() // SUM_PARTIALS["COLUMNS"]),)
+    launch(
+        sum_partials_kernel,
+        grid,
+        partials=partials,
+        total=total,
+        programs=len(partials),
+        WIDTH=total.numel(),
+        **SUM_PARTIALS,
+    )
     return total
 
 
 @jit
 def sum_partials_kernel(
-    partials, total, programs, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+    partials,
+    total,
+    programs,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Of COLUMNS columns of `partials` [programs, WIDTH], over ROWS rows at a time: the `total` [WIDTH]."""
+    """Sum COLUMNS of the columns of `partials` [programs, WIDTH] into `total` [WIDTH]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
-    found = tl.zeros([ROWS, COLUMNS], tl.float32)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     for first in range(0, programs, ROWS):
         program = first + tl.arange(0, ROWS)[:, None]
-        found += tl.load(
+        sums += tl.load(
             partials + program * WIDTH + column, mask=(program < programs) & in_width, other=0.0
         )
-    tl.store(total + column, tl.sum(found, 0).to(total.dtype.element_ty), mask=in_width)
+    tl.store(total + column, tl.sum(sums, 0).to(total.dtype.element_ty), mask=in_width)

@@ -1,27 +1,35 @@
-"""Bias, dropout, residual and layer norm after a linear layer, forward and backward a Triton kernel each (variants
-E-norm and L-norm).
+"""Bias, dropout, residual and layer norm after a linear layer, by a Triton kernel for each pass.
 
-A layer of BERT has two linear layers that end so: norm(residual + dropout(x W^T + bias)). Forward, the compiler makes
-one kernel of all after the GEMM. Backward it makes two, since it has two kinds of sums to take: along each row, for the
-gradient of what was normed, and down the columns, over all tokens, for the gradients of bias, gamma and beta. Each
-reads everything from memory, and small kernels follow that finish the columns' sums. What is different here:
+Variants E-norm and L-norm have it.
 
-- A program of the backward kernel takes every so many rows, one after the other, and keeps the columns' sums of its
-  rows in registers meanwhile: everything is read once (common.py has what becomes of the partial sums).
-- For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of the output, times
-  gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016, differentiated). Means are over the row.
-- The output of a norm goes two ways, into the next linear layer and past it. The kernel adds up the two gradients that
-  come back (fused_norm).
-- Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r: two numbers a row.
-- Dropout is that of common.py, its bits computed again from each element's number; all else is in fp32.
+A layer of BERT has two linear layers that end so: norm(residual + dropout(x W^T + bias)). Forward,
+PyTorch's compiler makes one kernel of all that follows the GEMM. Backward it makes two, since there
+are two kinds of sums to take: along each row, for the gradient of what was normed, and down the
+columns, over all tokens, for the gradients of bias, gamma and beta. Each kernel reads everything
+from memory, and small kernels follow that finish the columns' sums. What is different here:
 
-GPT-2 has its norms before the linear layers (pre-norm; Radford et al. 2019), and the residual stream passes them by:
-s = residual + dropout(x W^T + bias) goes on as it is, and norm(s) into the next linear layer. `fused_add_norm` gives
-both. Its backward pass gets a gradient of each and adds that of s to what comes through the norm. It is the same
-arithmetic in another order, so that the same two kernels do both. Kept is s, which is there anyway, and not x.
+- A program of the backward kernel takes every so many rows, one after the other, and keeps the
+  columns' sums of its rows in registers meanwhile: everything is read once (common.py says what
+  becomes of the partial sums).
+- For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of
+  the output, times gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016,
+  differentiated). Means are over the row.
+- The output of a norm goes two ways, into the next linear layer and past it. The kernel adds up the
+  two gradients that come back (`fused_norm`).
+- Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r:
+  two numbers a row.
+- Dropout is that of common.py, its bits computed again from each element's number; all else is in
+  fp32.
 
-On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are for GPUs
-of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has run them.
+GPT-2 has its norms before the linear layers (pre-norm; Radford et al. 2019), and the residual
+stream passes them by: s = residual + dropout(x W^T + bias) goes on as it is, and norm(s) into the
+next linear layer. `fused_add_norm` gives both. Its backward pass gets a gradient of each and adds
+that of s to what comes through the norm. It is the same arithmetic in another order, so that the
+same two kernels do both. Kept is s, which is there anyway, and not x.
+
+On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are
+for GPUs of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has
+run them.
 """
 
 import torch
@@ -38,46 +46,75 @@ from qa_lib.kernels.common import (
     tl,
 )
 
-PROGRAMS = 528  # backward: four for each multiprocessor of an H200
-# Rows that a program has at a time, how far ahead of its arithmetic it reads, and threads.
+PROGRAMS = 528  # of the backward kernel: four for each multiprocessor of an H200
+# ROWS are those that a program has at a time; STAGES, how many iterations ahead of its arithmetic
+# it reads.
 FORWARD = {"ROWS": 1, "num_warps": 1}
 BACKWARD = {"ROWS": 1, "STAGES": 4, "num_warps": 4}
 
 
-def fused_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
-    """norm(residual + dropout(x + bias)) twice, of the residual's shape [..., width] and type; x [..., width], bias,
-    gamma and beta [width]. `seed`, an int32 on the device, decides what is dropped out.
+def fused_norm(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    seed: torch.Tensor,
+    dropout: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return norm(residual + dropout(x + bias)) twice, of the residual's shape and type.
 
-    The first is for the next linear layer, the second for the norm after it, as its residual. Without a compiler they
-    are two tensors of one memory, so that the backward pass gets both gradients; of one it would get their sum, by a
-    kernel that reads and writes all of it once more. The compiler writes that kernel: there they are one tensor.
+    `x` and `residual` are [..., width], `bias`, `gamma` and `beta` [width]. `seed`, an int32 on the
+    device, decides what is dropped out.
+
+    The first result is for the next linear layer, the second for the norm after it, as its
+    residual. Without a compiler they are two tensors on one memory, so that the backward pass gets
+    both gradients; for one tensor it would get their sum, by a kernel that reads and writes all of
+    it once more. PyTorch's compiler fuses that sum: there both results are one tensor.
     """
     inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
-    if residual.is_cuda and not torch.compiler.is_compiling():
-        return _BothWays.apply(*inputs)
-    output = _norm(*inputs)[0] if residual.is_cuda else reference(*inputs)[1]
-    return output, output
+    if not residual.is_cuda:
+        _, output = reference(*inputs)
+        return output, output
+    if torch.compiler.is_compiling():
+        output, _, _ = _norm(*inputs)
+        return output, output
+    return _BothWays.apply(*inputs)
 
 
 class _BothWays(torch.autograd.Function):
+    """`_norm` with its output as two tensors on one memory, and a gradient for each."""
+
     @staticmethod
     def forward(ctx, *inputs):
-        output, *rest = _norm(*inputs)
-        _setup_context(ctx, (*inputs, False), (output, *rest))
-        return output, output.new_empty(0).set_(
-            output
-        )  # no view, which autograd would look through
+        output, statistics, total = _norm(*inputs)
+        _setup_context(ctx, (*inputs, False), (output, statistics, total))
+        # No view of the output, through which autograd would look.
+        second = output.new_empty(0).set_(output)
+        return output, second
 
     @staticmethod
-    def backward(ctx, grad, other):
-        return *(_gradients(ctx, other, None) if grad is None else _gradients(ctx, grad, other)), *(
-            None,
-        ) * 3
+    def backward(ctx, grad, second_grad):
+        if grad is None:
+            grad, second_grad = second_grad, None
+        return *_gradients(ctx, grad, second_grad), None, None, None
 
 
-def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: float):
-    """residual + dropout(x + bias) and its norm, for tensors as fused_norm takes them; both of the residual's shape and
-    type."""
+def fused_add_norm(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    seed: torch.Tensor,
+    dropout: float,
+    eps: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return residual + dropout(x + bias) and its norm, both of the residual's shape and type.
+
+    Arguments are those of `fused_norm`.
+    """
     if not residual.is_cuda:
         return reference(x, bias, residual, gamma, beta, seed, dropout, eps)
     output, _, total = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
@@ -85,55 +122,110 @@ def fused_add_norm(x, bias, residual, gamma, beta, seed, dropout: float, eps: fl
 
 
 def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
-    """As fused_add_norm in plain PyTorch."""
-    x = hash_dropout(x + bias, seed, dropout) if dropout else x + bias
+    """Do what fused_add_norm does in plain PyTorch."""
+    x = x + bias
+    if dropout:
+        x = hash_dropout(x, seed, dropout)
     total = residual + x
     return total, F.layer_norm(total, gamma.shape, gamma, beta, eps)
 
 
 @custom_op("qa_lib::norm")
 def _norm(
-    x: torch.Tensor, bias: torch.Tensor, residual: torch.Tensor, gamma: torch.Tensor, beta: torch.Tensor,
-    seed: torch.Tensor, dropout: float, eps: float, keeps: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The output, of the residual's shape and type; each row's mean and inverse deviation, fp32 [2, rows]; and what was
-    normed, which is empty unless the caller `keeps` it."""
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    beta: torch.Tensor,
+    seed: torch.Tensor,
+    dropout: float,
+    eps: float,
+    keeps: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, the rows' statistics and what was normed.
+
+    The output has the residual's shape and type. Statistics, fp32 [2, rows], are each row's mean
+    and inverse deviation. What was normed is empty unless the caller `keeps` it.
+    """
     *_, width = x.shape
     rows = x.numel() // width
-    output, statistics = (
-        residual.new_empty(residual.shape),
-        x.new_empty(2, rows, dtype=torch.float32),
-    )
+    output = residual.new_empty(residual.shape)
+    statistics = x.new_empty(2, rows, dtype=torch.float32)
     total = residual.new_empty(residual.shape if keeps else 0)
+    grid = (-(-rows // FORWARD["ROWS"]),)
     launch(
-        norm_forward_kernel, (-(-rows // FORWARD["ROWS"]),), x.contiguous(), bias, residual.contiguous(), gamma, beta,
-        seed, total if keeps else None, output, statistics, rows, eps, threshold_of(dropout), 1 / (1 - dropout),
-        WIDTH=width, BLOCK=_power_of_2(width), DROPS=dropout > 0, KEEPS=keeps, **FORWARD,
-    )  # fmt: skip
+        norm_forward_kernel,
+        grid,
+        gemm_out=x.contiguous(),
+        bias=bias,
+        residual=residual.contiguous(),
+        gamma=gamma,
+        beta=beta,
+        seed=seed,
+        total=total if keeps else None,
+        output=output,
+        statistics=statistics,
+        rows=rows,
+        eps=eps,
+        threshold=threshold_of(dropout),
+        kept_scale=1 / (1 - dropout),
+        WIDTH=width,
+        BLOCK=_power_of_2(width),
+        DROPS=dropout > 0,
+        KEEPS=keeps,
+        **FORWARD,
+    )
     return output, statistics, total
 
 
 @custom_op("qa_lib::norm_backward")
 def _norm_backward(
-    grad: torch.Tensor, other: torch.Tensor | None, x: torch.Tensor | None, bias: torch.Tensor, residual: torch.Tensor,
-    gamma: torch.Tensor, seed: torch.Tensor, statistics: torch.Tensor, dropout: float, dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of x, of type `dtype`, and residual, and those of bias, gamma and beta [3, width], of the bias's
-    type. The output's gradient is `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was
-    normed, and `other` its gradient."""
+    grad: torch.Tensor,
+    other: torch.Tensor | None,
+    x: torch.Tensor | None,
+    bias: torch.Tensor,
+    residual: torch.Tensor,
+    gamma: torch.Tensor,
+    seed: torch.Tensor,
+    statistics: torch.Tensor,
+    dropout: float,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of x, in type `dtype`, of the residual, and of the weights.
+
+    The last is [3, width], for bias, gamma and beta, in the bias's type. The output's gradient is
+    `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was normed, and
+    `other` the gradient of that sum.
+    """
     *_, width = residual.shape
     rows = residual.numel() // width
-    x_grad, residual_grad = (
-        residual.new_empty(residual.shape, dtype=dtype),
-        residual.new_empty(residual.shape),
-    )
+    x_grad = residual.new_empty(residual.shape, dtype=dtype)
+    residual_grad = residual.new_empty(residual.shape)
     partials = residual.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     launch(
-        norm_backward_kernel, (len(partials),), grad.contiguous(), None if other is None else other.contiguous(),
-        None if x is None else x.contiguous(), bias, residual.contiguous(), gamma, seed, statistics, x_grad,
-        residual_grad, partials, rows, threshold_of(dropout), 1 / (1 - dropout), WIDTH=width, BLOCK=_power_of_2(width),
-        ADDS=other is not None, DROPS=dropout > 0, SUMMED=x is None, **BACKWARD,
-    )  # fmt: skip
+        norm_backward_kernel,
+        (len(partials),),
+        grad=grad.contiguous(),
+        other=None if other is None else other.contiguous(),
+        gemm_out=None if x is None else x.contiguous(),
+        bias=bias,
+        residual=residual.contiguous(),
+        gamma=gamma,
+        seed=seed,
+        statistics=statistics,
+        gemm_grad=x_grad,
+        residual_grad=residual_grad,
+        partials=partials,
+        rows=rows,
+        threshold=threshold_of(dropout),
+        kept_scale=1 / (1 - dropout),
+        WIDTH=width,
+        BLOCK=_power_of_2(width),
+        ADDS=other is not None,
+        DROPS=dropout > 0,
+        SUMMED=x is None,
+        **BACKWARD,
+    )
     return x_grad, residual_grad, sum_partials(partials, bias.dtype)
 
 
@@ -144,18 +236,21 @@ def _setup_context(ctx, inputs, output):
     if ctx.keeps:  # then the backward pass does without x
         x, residual = None, total
     ctx.save_for_backward(x, bias, residual, gamma, seed, statistics)
-    ctx.set_materialize_grads(False)  # of the statistics: zeros, by a kernel
+    # Otherwise the statistics would get a gradient of zeros, by a kernel of its own.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _, total_grad):
-    return *_gradients(ctx, grad, total_grad if ctx.keeps else None), *(None,) * 4
+    other = total_grad if ctx.keeps else None
+    return *_gradients(ctx, grad, other), None, None, None, None
 
 
 def _gradients(ctx, grad, other):
-    x_grad, residual_grad, weights_grad = _norm_backward(
+    """Return the gradients of x, bias, residual, gamma and beta."""
+    x_grad, residual_grad, weight_grads = _norm_backward(
         grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype
     )
-    bias_grad, gamma_grad, beta_grad = weights_grad
+    bias_grad, gamma_grad, beta_grad = weight_grads
     return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad
 
 
@@ -163,32 +258,51 @@ _norm.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _power_of_2(size: int) -> int:
-    """The least that is not below `size`."""
+    """Return the least power of 2 that is not below `size`."""
     return 1 << (size - 1).bit_length()
 
 
-# The kernels. All tensors are contiguous: a GEMM's output, its residual and their gradients [rows, WIDTH], bias, gamma
-# and beta [WIDTH], statistics [2, rows]. The number of an element, for dropout, is its place in memory.
+# The kernels. All tensors are contiguous: a GEMM's output, its residual and their gradients are
+# [rows, WIDTH], bias, gamma and beta [WIDTH], statistics [2, rows]. An element's number, for
+# dropout, is its place in memory.
 
 
 @jit(do_not_specialize=["threshold"])
 def norm_forward_kernel(
-    gemm_out, bias, residual, gamma, beta, seed, total, output, statistics, rows, eps, threshold, keeps,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, DROPS: tl.constexpr, KEEPS: tl.constexpr,
-):  # fmt: skip
-    """Of ROWS rows: the output, and the mean and the inverse deviation of what was normed; with KEEPS that as well, in
-    `total`, and as it is rounded there."""
+    gemm_out,
+    bias,
+    residual,
+    gamma,
+    beta,
+    seed,
+    total,
+    output,
+    statistics,
+    rows,
+    eps,
+    threshold,
+    kept_scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    DROPS: tl.constexpr,
+    KEEPS: tl.constexpr,
+):
+    """Compute the output and the statistics of ROWS rows.
+
+    With KEEPS what is normed is stored in `total`, too, and normed as it is rounded there.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
-    in_rows, in_width = row < rows, column < WIDTH
+    in_rows = row < rows
+    in_width = column < WIDTH
     at = row[:, None] * WIDTH + column
     inside = in_rows[:, None] & in_width
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
     if DROPS:
-        x = tl.where(
-            keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold), x * keeps, 0.0
-        )
+        keep = keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold)
+        x = tl.where(keep, x * kept_scale, 0.0)
     x += tl.load(residual + at, mask=inside, other=0.0).to(tl.float32)
     if KEEPS:
         rounded = x.to(total.dtype.element_ty)
@@ -207,14 +321,35 @@ def norm_forward_kernel(
 
 @jit(do_not_specialize=["threshold"])
 def norm_backward_kernel(
-    grad, other, gemm_out, bias, residual, gamma, seed, statistics, gemm_grad, residual_grad, partials, rows, threshold,
-    keeps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
-    SUMMED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Of every so many rows: the gradients of gemm_out and residual, and the program's part of the gradients of bias,
-    gamma and beta, in `partials` [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. With
-    SUMMED `residual` is what was normed, and gemm_out is not read; with both, `other` is the gradient of that sum. Rows
-    beyond the last have zeros here, and add none to the partials."""
+    grad,
+    other,
+    gemm_out,
+    bias,
+    residual,
+    gamma,
+    seed,
+    statistics,
+    gemm_grad,
+    residual_grad,
+    partials,
+    rows,
+    threshold,
+    kept_scale,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ROWS: tl.constexpr,
+    ADDS: tl.constexpr,
+    DROPS: tl.constexpr,
+    SUMMED: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Compute the gradients of gemm_out and residual for every so many rows.
+
+    The program's part of the gradients of bias, gamma and beta goes into `partials`
+    [programs, 3, WIDTH]. The output's gradient is `grad`, or with ADDS grad + other. With SUMMED
+    `residual` is what was normed, and gemm_out is not read; with both, `other` is the gradient of
+    that sum. Rows beyond the last are read as zeros, and add none to the partials.
+    """
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
@@ -223,7 +358,8 @@ def norm_backward_kernel(
     bias_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     gamma_sum = tl.zeros([ROWS, BLOCK], tl.float32)
     beta_sum = tl.zeros([ROWS, BLOCK], tl.float32)
-    program, programs = tl.program_id(0), tl.num_programs(0)
+    program = tl.program_id(0)
+    programs = tl.num_programs(0)
     for first in tl.range(program * ROWS, rows, programs * ROWS, num_stages=STAGES):
         row = first + tl.arange(0, ROWS)
         in_rows = row < rows
@@ -238,20 +374,21 @@ def norm_backward_kernel(
         if DROPS:
             keep = keep_mask(at, seed_bits, threshold)
         if not SUMMED:
-            rest = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
-            x += tl.where(keep, rest * keeps, 0.0) if DROPS else rest
+            biased = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
+            x += tl.where(keep, biased * kept_scale, 0.0) if DROPS else biased
         x = (x - mean[:, None]) * inverse[:, None]
         gamma_sum += y_grad * x
         beta_sum += y_grad
         y_grad *= scale
-        along = tl.sum(y_grad * x, 1) / WIDTH
-        level = tl.sum(y_grad, 1) / WIDTH
-        x_grad = (y_grad - level[:, None] - x * along[:, None]) * inverse[:, None]
+        # The formula above: g is y_grad now, and n is x.
+        mean_gn = tl.sum(y_grad * x, 1) / WIDTH
+        mean_g = tl.sum(y_grad, 1) / WIDTH
+        x_grad = (y_grad - mean_g[:, None] - x * mean_gn[:, None]) * inverse[:, None]
         if ADDS and SUMMED:
             x_grad += tl.load(other + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
         if DROPS:
-            x_grad = tl.where(keep, x_grad * keeps, 0.0)
+            x_grad = tl.where(keep, x_grad * kept_scale, 0.0)
         tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     partials += program * 3 * WIDTH + column

@@ -1,32 +1,37 @@
-"""Varlen attention for short sequences by a Triton kernel of our own (variants E-varlen and L-attention).
+"""Varlen attention for short sequences, a Triton kernel (variants E-varlen and L-attention).
 
-FlashAttention is made for sequences of thousands of tokens. The samples of a packed sequence have 180 on average, and
-there its kernel reaches a fifth of the GEMM rate: much of what its tiles of 128 tokens compute is padding, its dropout
-takes ten rounds of Philox, and its backward pass adds up the gradients of queries in memory, in fp32, which more
-kernels clear, convert and copy. What is different here:
+FlashAttention is made for sequences of thousands of tokens. The samples of a packed sequence have
+180 on average, and there its kernel reaches a fifth of the GEMM rate: much of what its tiles of 128
+tokens compute is padding, its dropout takes ten rounds of Philox, and its backward pass adds up the
+gradients of queries in memory, in fp32, which more kernels clear, convert and copy. What is
+different here:
 
-- A program takes 64 tokens of one head of one segment, and nothing is computed across segments. Forward, it goes over
-  the keys in blocks with a running maximum m and sum l (online softmax, Milakov and Gimelshein 2018; FlashAttention,
-  Dao et al. 2022), and keeps the logarithm of the sum for the backward pass.
-- Backward, scores S are computed twice: once for dK and dV of the program's keys and values, over all queries, and once
-  for dQ of its queries, over all keys. That is 7 products where FlashAttention takes 5, but nothing is added up by
-  several programs: no atomic additions, no fp32 gradients in memory, and equal results in every run.
-- For output O with gradient dO and the softmax P of the scores, dS = P * (dP - delta) with delta = rowsum(dO * O), and
-  dropout in dP. delta is a small kernel of its own; within the other, every block of keys would compute it again.
-- Query, key and value are one tensor, the fused projections' output, and so is their gradient: nothing is copied. Each
-  program also leaves the partial sums of the gradient over its tokens: added up, they are the gradient of the
-  projections' bias (common.py).
-- Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward pass. The
-  hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread the queries i and i + 8 of every
-  16, and the keys j and j + 8: these four scores share a hash of 32 bits. A rate is thus a multiple of 2^-8, as
-  FlashAttention's are, and 0.1 is 26/256.
-- Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program. Only the blocks on the
-  diagonal are masked, in a loop of their own. Its windows of text are segments of one length (variant L-attention).
+- A program takes 64 tokens of one head of one segment, and nothing is computed across segments.
+  Forward, it goes over the keys in blocks with a running maximum m and sum l (online softmax,
+  Milakov and Gimelshein 2018; FlashAttention, Dao et al. 2022), and keeps the logarithm of the sum
+  for the backward pass.
+- Backward, scores S are computed twice: once for dK and dV of the program's keys and values, over
+  all queries, and once for dQ of its queries, over all keys. That is 7 products where
+  FlashAttention takes 5, but nothing is added up by several programs: no atomic additions, no fp32
+  gradients in memory, and equal results in every run.
+- For output O with gradient dO and the softmax P of the scores, dS = P * (dP - delta) with
+  delta = rowsum(dO * O), and dropout in dP. delta is a small kernel of its own; within the other,
+  every block of keys would compute it again.
+- Query, key and value are one tensor, the fused projections' output, and so is their gradient:
+  nothing is copied. Each program also leaves the partial sums of the gradient over its tokens:
+  added up, they are the gradient of the projections' bias (common.py).
+- Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward
+  pass. The hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread
+  the queries i and i + 8 of every 16, and the keys j and j + 8: these four scores share a hash of
+  32 bits. A rate is thus a multiple of 2^-8, like FlashAttention's, and 0.1 is 26/256.
+- Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program.
+  Only the blocks on the diagonal are masked, in a loop of their own. Its windows of text are
+  segments of one length (variant L-attention).
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
-On a CPU the same mathematics in plain PyTorch takes the kernel's place, with the same dropout, and is what the tests
-hold the kernel to.
+On a CPU the same mathematics in plain PyTorch takes the kernel's place, with the same dropout, and
+is what the tests hold the kernel to.
 """
 
 import math
@@ -35,32 +40,41 @@ import torch
 
 from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
 
-# Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the second at a time. For
-# heads 64 wide and with dropout no register spills (by the compiler's word).
+# Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
+# second at a time. For heads 64 wide and with dropout no register spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 DELTA = {"TOKENS": 64, "num_warps": 4}
-# Of causal attention, whose segments are long: KEYS divides QUERIES, and above STEP divides BLOCK.
+# Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
 
 def varlen_attention(
-    qkv, bias, cu_seqlens, longest: int, seed, dropout: float, scale: float, causal: bool = False
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    seed: torch.Tensor,
+    dropout: float,
+    scale: float,
+    causal: bool = False,
 ) -> torch.Tensor:
-    """Attention [tokens, heads, width] within segments of at most `longest` tokens, which begin and end at `cu_seqlens`
-    int32 [segments + 1]; if `causal`, to a token itself and those before it.
+    """Return attention [tokens, heads, width] within segments of at most `longest` tokens.
 
-    `qkv` [tokens, 3, heads, width] is query, key and value, of fewer than 2^31 elements, whose width is a power of 2
-    and at least 16. `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
-    int32 on the device, decides what is dropped out.
+    `qkv` [tokens, 3, heads, width] is query, key and value, of fewer than 2^31 elements; width is a
+    power of 2 and at least 16. Segments begin and end at `cu_seqlens`, int32 [segments + 1].
+    `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
+    int32 on the device, decides what is dropped out. `scale` multiplies the scores. If `causal`, a
+    token attends to itself and those before it alone.
     """
-    if qkv.is_cuda:
-        return _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)[0]
-    return reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal)
+    if not qkv.is_cuda:
+        return reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal)
+    output, _ = _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)
+    return output
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
-    """As varlen_attention in plain PyTorch, with all scores [heads, tokens, tokens] in memory."""
+    """Do what varlen_attention does in plain PyTorch, with all scores [heads, tokens, tokens]."""
     if bias is not None:
         qkv = attach_bias_grad(qkv, bias)
     query, key, value = qkv.permute(1, 2, 0, 3)
@@ -78,129 +92,205 @@ def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
 
 
 def segment_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
-    """For each of a packed sequence's tokens the number of the segment that it lies in."""
+    """Return for each of so many `tokens` of a packed sequence the number of its segment."""
     places = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], places, right=True)
 
 
 def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """The same `qkv` [..., 3, heads, width], through which the bias that is in it already gets its gradient."""
+    """Return `qkv` [..., 3, heads, width] unchanged, so that the bias in it gets its gradient."""
     return qkv + (bias - bias.detach()).view(qkv.shape[-3:])
 
 
 def _dropout_mask(place, heads, seed, dropout):
-    """Which scores are kept [heads, tokens, tokens], for the keys' places in their segments, int32 [tokens]."""
-    pair, second = place // 16 * 8 + place % 8, place // 8 % 2
-    tokens = torch.arange(heads * len(place), device=place.device, dtype=torch.int32).view(
-        heads, -1
-    )
-    seeds = query_seed(tokens - place + pair, seed)
+    """Return which scores are kept, bool [heads, tokens, tokens].
+
+    `place`, int32 [tokens], is each token's place in its segment.
+    """
+    # Tokens eight apart are a pair: the number of each token's pair, and whether it is the second.
+    pair = place // 16 * 8 + place % 8
+    second = place // 8 % 2
+    numbers = torch.arange(heads * len(place), device=place.device, dtype=torch.int32)
+    numbers = numbers.view(heads, -1) - place + pair
+    seeds = query_seed(numbers, seed)
     bits = hash32(pair, seeds[..., None])
     byte = bits >> (24 - 16 * second[:, None] - 8 * second) & 255
     return byte >= _threshold(dropout)
 
 
 def query_seed(numbers, seed):
-    """What seeds the hashes of the keys of a pair of queries: half a hash of the pair's number, since every thread has
-    to compute it for few keys. The golden ratio (Knuth 1973) puts neighbours far apart."""
+    """Return what seeds the hashes of the keys, for the `numbers` of pairs of queries, int32.
+
+    It is half a hash of the pair's number, since every thread has to compute it for few keys. The
+    golden ratio (Knuth 1973) puts neighbours far apart.
+    """
     bits = numbers * (0x9E3779B1 - 2**32) + seed
     return (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
 
 
 def _threshold(dropout: float) -> int:
-    """Below it a byte of a hash drops its score."""
+    """Return the number below which a byte of a hash drops its score."""
     return round(dropout * 2**8)
 
 
 def _dropout_scale(dropout: float) -> float:
-    """What scores that are kept are multiplied with."""
+    """Return what kept scores are multiplied by."""
     return 1 / (1 - _threshold(dropout) / 2**8)
 
 
 @custom_op("qa_lib::varlen_attention")
 def _attention(
-    qkv: torch.Tensor, bias: torch.Tensor | None, cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int,
-    dropout: float, scale: float, causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The output, and for each head and query the logarithm to base 2 of the sum of its exponentials."""
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    seed: torch.Tensor,
+    longest: int,
+    dropout: float,
+    scale: float,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the output [tokens, heads, width], and logsumexp, fp32 [heads, tokens].
+
+    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials.
+    """
     tokens, _, heads, width = qkv.shape
-    output, logsumexp = (
-        qkv.new_empty(tokens, heads, width),
-        qkv.new_empty(heads, tokens, dtype=torch.float32),
-    )
+    output = qkv.new_empty(tokens, heads, width)
+    logsumexp = qkv.new_empty(heads, tokens, dtype=torch.float32)
     options = CAUSAL_FORWARD if causal else FORWARD
+    blocks = -(-longest // options["QUERIES"])
+    segments = len(cu_seqlens) - 1
     launch(
-        varlen_attention_forward, (-(-longest // options["QUERIES"]), heads, len(cu_seqlens) - 1), qkv.contiguous(),
-        output, logsumexp, cu_seqlens, seed, tokens, scale * math.log2(math.e), _threshold(dropout),
-        _dropout_scale(dropout), HEADS=heads, WIDTH=width, DROPS=dropout > 0, CAUSAL=causal, **options,
-    )  # fmt: skip
+        varlen_attention_forward,
+        (blocks, heads, segments),
+        qkv=qkv.contiguous(),
+        output=output,
+        logsumexp=logsumexp,
+        cu_seqlens=cu_seqlens,
+        seed=seed,
+        tokens=tokens,
+        scale=scale * math.log2(math.e),
+        threshold=_threshold(dropout),
+        kept_scale=_dropout_scale(dropout),
+        HEADS=heads,
+        WIDTH=width,
+        DROPS=dropout > 0,
+        CAUSAL=causal,
+        **options,
+    )
     return output, logsumexp
 
 
 @custom_op("qa_lib::varlen_attention_backward")
 def _attention_backward(
-    grad: torch.Tensor, qkv: torch.Tensor, bias: torch.Tensor | None, output: torch.Tensor, logsumexp: torch.Tensor,
-    cu_seqlens: torch.Tensor, seed: torch.Tensor, longest: int, dropout: float, scale: float, causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """The gradients of `qkv` and of the bias in it; the latter is empty where there is none."""
+    grad: torch.Tensor,
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    output: torch.Tensor,
+    logsumexp: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    seed: torch.Tensor,
+    longest: int,
+    dropout: float,
+    scale: float,
+    causal: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of `qkv` and of the bias in it, which is empty without a bias."""
     tokens, _, heads, width = qkv.shape
-    blocks, segments = -(-longest // BACKWARD["BLOCK"]), len(cu_seqlens) - 1
+    blocks = -(-longest // BACKWARD["BLOCK"])
+    segments = len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
     )
-    grad, delta = grad.contiguous(), torch.empty_like(logsumexp)
-    grid = (-(-tokens // DELTA["TOKENS"]), heads)
+    grad = grad.contiguous()
+    delta = torch.empty_like(logsumexp)
     launch(
         delta_kernel,
-        grid,
-        grad,
-        output.contiguous(),
-        delta,
-        tokens,
+        (-(-tokens // DELTA["TOKENS"]), heads),
+        grad=grad,
+        output=output.contiguous(),
+        delta=delta,
+        tokens=tokens,
         HEADS=heads,
         WIDTH=width,
         **DELTA,
     )
     launch(
-        varlen_attention_backward, (blocks, heads, segments), grad, qkv.contiguous(), delta, logsumexp,
-        cu_seqlens, seed, qkv_grad, partials, tokens, scale, _threshold(dropout), _dropout_scale(dropout),
-        HEADS=heads, WIDTH=width, DROPS=dropout > 0, SUMS=bias is not None, CAUSAL=causal, **BACKWARD,
-    )  # fmt: skip
-    return qkv_grad, qkv.new_empty(0) if bias is None else sum_partials(partials, bias.dtype)
+        varlen_attention_backward,
+        (blocks, heads, segments),
+        grad=grad,
+        qkv=qkv.contiguous(),
+        delta=delta,
+        logsumexp=logsumexp,
+        cu_seqlens=cu_seqlens,
+        seed=seed,
+        qkv_grad=qkv_grad,
+        partials=partials,
+        tokens=tokens,
+        scale=scale,
+        threshold=_threshold(dropout),
+        kept_scale=_dropout_scale(dropout),
+        HEADS=heads,
+        WIDTH=width,
+        DROPS=dropout > 0,
+        SUMS=bias is not None,
+        CAUSAL=causal,
+        **BACKWARD,
+    )
+    if bias is None:
+        return qkv_grad, qkv.new_empty(0)
+    return qkv_grad, sum_partials(partials, bias.dtype)
 
 
 def _setup_context(ctx, inputs, output):
     qkv, bias, cu_seqlens, seed, *ctx.options = inputs
     ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
-    ctx.set_materialize_grads(False)  # of the logarithms: zeros, by a kernel
+    # Otherwise logsumexp would get a gradient of zeros, by a kernel of its own.
+    ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _):
     qkv, bias, output, logsumexp, cu_seqlens, seed = ctx.saved_tensors
-    needed = ctx.needs_input_grad[1]
-    grads = _attention_backward(
-        grad, qkv, bias if needed else None, output, logsumexp, cu_seqlens, seed, *ctx.options
+    if not ctx.needs_input_grad[1]:
+        bias = None
+    qkv_grad, bias_grad = _attention_backward(
+        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options
     )
-    return grads[0], grads[1] if needed else None, *(None,) * 6
+    if not ctx.needs_input_grad[1]:
+        bias_grad = None
+    return qkv_grad, bias_grad, None, None, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
 
 
-# The kernels. A program has one block of tokens of one head of one segment. Grids are (blocks, heads, segments), for as
-# many blocks as the longest segment may have; a program beyond its segment's end leaves at once. Pointers are those of
-# contiguous tensors: qkv and its gradient [tokens, 3, HEADS, WIDTH], query, key and value beside each other; output and
-# its gradient [tokens, HEADS, WIDTH]; logsumexp and delta [HEADS, tokens]; cu_seqlens [segments + 1]; partials
-# [segments, blocks, 3, HEADS, WIDTH]. `keeps` is 1 / (1 - rate).
+# The kernels. A program has one block of tokens of one head of one segment. Grids are (blocks,
+# heads, segments), for as many blocks as the longest segment may have; a program beyond its
+# segment's end leaves at once.
+#
+# Pointers are those of contiguous tensors: `qkv` and its gradient [tokens, 3, HEADS, WIDTH], query,
+# key and value beside each other; `output` and its gradient [tokens, HEADS, WIDTH]; `logsumexp` and
+# `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
+# WIDTH]. A name that ends in `_at` is a pointer to the elements of a block.
+#
+# PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
+# 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are
+# counted from the begin of their segment, where `tokens` is the number of all.
 
 
 @jit
 def delta_kernel(
-    grad, output, delta, tokens, HEADS: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr
+    grad,
+    output,
+    delta,
+    tokens,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr,
 ):
-    """Of TOKENS tokens of one head: rowsum(dO * O). Its grid is (parts of the tokens, heads)."""
-    token, head = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS), tl.program_id(1)
+    """Compute rowsum(dO * O) of TOKENS tokens of one head; the grid is (parts of tokens, heads)."""
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    head = tl.program_id(1)
     at = (token[:, None] * HEADS + head) * WIDTH + tl.arange(0, WIDTH)
     inside = token[:, None] < tokens
     product = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
@@ -209,17 +299,19 @@ def delta_kernel(
 
 
 @jit
-def query_seed_kernel(pairs, head, tokens, seed):
-    """As query_seed, for these pairs of queries."""
-    bits = (head * tokens + pairs).to(tl.uint32) * 0x9E3779B1 + tl.load(seed).to(
-        tl.uint32, bitcast=True
-    )
+def query_seed_kernel(pair, head, tokens, seed):
+    """Return what `query_seed` returns, for the numbers `pair` of pairs of queries of a head."""
+    seed_bits = tl.load(seed).to(tl.uint32, bitcast=True)
+    bits = (head * tokens + pair).to(tl.uint32) * 0x9E3779B1 + seed_bits
     return (bits ^ (bits >> 15)) * 0x846CA68B
 
 
 @jit
 def pairs(SIZE: tl.constexpr):
-    """Tokens eight apart are a pair: of SIZE tokens the number of each one's pair, and whether it is the second."""
+    """Return for SIZE tokens the number of each one's pair, and whether it is the second of it.
+
+    Tokens eight apart are a pair.
+    """
     EIGHTS: tl.constexpr = SIZE // 16
     number = 8 * tl.arange(0, EIGHTS)[:, None, None] + tl.arange(0, 8)
     second = tl.arange(0, 2)[None, :, None]
@@ -231,266 +323,569 @@ def pairs(SIZE: tl.constexpr):
 
 @jit
 def dropout_keeps(seeds, keys, shift, threshold):
-    """Which scores dropout keeps: for the `seeds` of pairs of queries, pairs of `keys`, and by how many bits to shift
-    a hash for each of the four scores that share it. All of them broadcast."""
+    """Return which scores dropout keeps.
+
+    `seeds` are those of pairs of queries, `keys` the numbers of pairs of keys, and `shift` says by
+    how many bits to shift a hash for each of the four scores that share it. All broadcast.
+    """
     bits = hash32_kernel(keys.to(tl.uint32), seeds) << shift
     return bits >= (threshold << 24).to(tl.uint32)
 
 
 @jit
 def locate(cu_seqlens):
-    """What this program does: the number of its block, its head, and where its segment begins and how long it is."""
+    """Return this program's block and head, and the begin and the length of its segment."""
     segment = tl.program_id(2)
     begin = tl.load(cu_seqlens + segment)
-    return tl.program_id(0), tl.program_id(1), begin, tl.load(cu_seqlens + segment + 1) - begin
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    length = tl.load(cu_seqlens + segment + 1) - begin
+    return block, head, begin, length
 
 
 @jit(do_not_specialize=["threshold"])
 def varlen_attention_forward(
-    qkv, output, logsumexp, cu_seqlens, seed, tokens, scale, threshold, keeps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, DROPS: tl.constexpr,
+    qkv,
+    output,
+    logsumexp,
+    cu_seqlens,
+    seed,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Of QUERIES queries: output, and the logarithm to base 2 of the sum of their exponentials. `scale` is that of the
-    scores times log2(e)."""
+):
+    """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
     block, head, begin, length = locate(cu_seqlens)
     if block * QUERIES >= length:
         return
-    STRIDE: tl.constexpr = 3 * HEADS * WIDTH
-    queries = block * QUERIES + tl.arange(0, QUERIES)
+    PART: tl.constexpr = HEADS * WIDTH
+    query_token = block * QUERIES + tl.arange(0, QUERIES)
+    inside = query_token < length
     width = tl.arange(0, WIDTH)
-    number, second = pairs(QUERIES)
-    seeds = query_seed_kernel(begin + block * (QUERIES // 2) + number, head, tokens, seed)
-    here = qkv + begin * STRIDE + head * WIDTH
-    query = tl.load(
-        here + queries[:, None] * STRIDE + width, mask=queries[:, None] < length, other=0.0
-    )
-    key_at = here + HEADS * WIDTH + tl.arange(0, KEYS)[:, None] * STRIDE + width
+    pair, second = pairs(QUERIES)
+    seeds = query_seed_kernel(begin + block * (QUERIES // 2) + pair, head, tokens, seed)
+    segment_at = qkv + begin * (3 * PART) + head * WIDTH
+    query_at = segment_at + query_token[:, None] * (3 * PART) + width
+    query = tl.load(query_at, mask=inside[:, None], other=0.0)
+    key_at = segment_at + PART + tl.arange(0, KEYS)[:, None] * (3 * PART) + width
 
-    m_i = tl.full([QUERIES], float("-inf"), tl.float32)
-    l_i = tl.zeros([QUERIES], tl.float32)
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    highest = tl.full([QUERIES], float("-inf"), tl.float32)
+    # Every query of the block sees the keys before `seen_by_all`, and none those after `last`.
     last = tl.minimum(length, (block + 1) * QUERIES) if CAUSAL else length
     seen_by_all = block * QUERIES if CAUSAL else length
-    acc, l_i, m_i = attend(
-        acc, l_i, m_i, query, queries, key_at, seeds, second, 0, seen_by_all, length, scale, threshold,
-        STRIDE, HEADS * WIDTH, KEYS, DROPS, not CAUSAL, False,
-    )  # fmt: skip
+    acc, total, highest = attend(
+        acc=acc,
+        total=total,
+        highest=highest,
+        query=query,
+        query_token=query_token,
+        key_at=key_at,
+        seeds=seeds,
+        second=second,
+        first=0,
+        last=seen_by_all,
+        length=length,
+        scale=scale,
+        threshold=threshold,
+        PART=PART,
+        KEYS=KEYS,
+        DROPS=DROPS,
+        ENDS=not CAUSAL,
+        CAUSAL=False,
+    )
     if CAUSAL:
-        acc, l_i, m_i = attend(
-            acc, l_i, m_i, query, queries, key_at, seeds, second, seen_by_all, last, length, scale, threshold,
-            STRIDE, HEADS * WIDTH, KEYS, DROPS, True, True,
-        )  # fmt: skip
-    acc *= (keeps / l_i)[:, None]
-    inside = queries < length
-    out_at = output + (begin + queries[:, None]) * (HEADS * WIDTH) + head * WIDTH + width
-    tl.store(out_at, acc.to(output.dtype.element_ty), mask=inside[:, None])
-    tl.store(logsumexp + head * tokens + begin + queries, m_i + tl.log2(l_i), mask=inside)
+        acc, total, highest = attend(
+            acc=acc,
+            total=total,
+            highest=highest,
+            query=query,
+            query_token=query_token,
+            key_at=key_at,
+            seeds=seeds,
+            second=second,
+            first=seen_by_all,
+            last=last,
+            length=length,
+            scale=scale,
+            threshold=threshold,
+            PART=PART,
+            KEYS=KEYS,
+            DROPS=DROPS,
+            ENDS=True,
+            CAUSAL=True,
+        )
+    acc *= (kept_scale / total)[:, None]
+    output_at = output + (begin + query_token[:, None]) * PART + head * WIDTH + width
+    tl.store(output_at, acc.to(output.dtype.element_ty), mask=inside[:, None])
+    logsumexp_at = logsumexp + head * tokens + begin + query_token
+    tl.store(logsumexp_at, highest + tl.log2(total), mask=inside)
 
 
 @jit
 def attend(
-    acc, l_i, m_i, query, queries, key_at, seeds, second, first, last, length, scale, threshold,
-    STRIDE: tl.constexpr, PART: tl.constexpr, KEYS: tl.constexpr, DROPS: tl.constexpr, ENDS: tl.constexpr,
+    acc,
+    total,
+    highest,
+    query,
+    query_token,
+    key_at,
+    seeds,
+    second,
+    first,
+    last,
+    length,
+    scale,
+    threshold,
+    PART: tl.constexpr,
+    KEYS: tl.constexpr,
+    DROPS: tl.constexpr,
+    ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Take the keys from `first` to `last` into the output `acc`, the sums `l_i` and the maxima `m_i` of the queries.
-    With ENDS some may lie beyond the end, and if CAUSAL after a query."""
-    number, second_key = pairs(KEYS)
+):
+    """Take the keys from `first` to `last` into the queries' running results, and return these.
+
+    They are the output `acc`, the sum of exponentials `total` and the `highest` score. With ENDS
+    some keys may lie beyond the end, and if CAUSAL after a query.
+    """
+    key_pair, second_key = pairs(KEYS)
     shift = 16 * second[:, None] + 8 * second_key[None, :]
     for begin in tl.range(first, last, KEYS):
-        keys = begin + tl.arange(0, KEYS)
-        at = key_at + begin * STRIDE
+        key_token = begin + tl.arange(0, KEYS)
+        at = key_at + begin * (3 * PART)
         if ENDS:
-            key = tl.load(at, mask=keys[:, None] < length, other=0.0)
-            value = tl.load(at + PART, mask=keys[:, None] < length, other=0.0)
+            inside = key_token[:, None] < length
+            key = tl.load(at, mask=inside, other=0.0)
+            value = tl.load(at + PART, mask=inside, other=0.0)
         else:
-            key, value = tl.load(at), tl.load(at + PART)
+            key = tl.load(at)
+            value = tl.load(at + PART)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if ENDS:
-            seen = keys <= queries[:, None] if CAUSAL else keys < length
+            seen = key_token <= query_token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        m_next = tl.maximum(m_i, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - m_next[:, None])
-        alpha = tl.exp2(m_i - m_next)
-        l_i = l_i * alpha + tl.sum(p, 1)
+        next_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
+        p = tl.exp2(scores * scale - next_highest[:, None])
+        correction = tl.exp2(highest - next_highest)
+        total = total * correction + tl.sum(p, 1)
         if DROPS:
-            p = tl.where(
-                dropout_keeps(seeds[:, None], begin // 2 + number[None, :], shift, threshold),
-                p,
-                0.0,
-            )
-        acc = tl.dot(p.to(value.dtype), value, acc * alpha[:, None], input_precision="ieee")
-        m_i = m_next
-    return acc, l_i, m_i
+            pair = begin // 2 + key_pair[None, :]
+            p = tl.where(dropout_keeps(seeds[:, None], pair, shift, threshold), p, 0.0)
+        acc = tl.dot(p.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
+        highest = next_highest
+    return acc, total, highest
 
 
 @jit(do_not_specialize=["threshold"])
 def varlen_attention_backward(
-    grad, qkv, delta, logsumexp, cu_seqlens, seed, qkv_grad, partials, tokens, scale, threshold, keeps,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr,
-    SUMS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Of BLOCK tokens: the gradients of their keys and values, over STEP queries at a time, and then those of their
-    queries, over STEP keys at a time; and, where SUMS says so, the sums of each over the tokens, in `partials`."""
+    grad,
+    qkv,
+    delta,
+    logsumexp,
+    cu_seqlens,
+    seed,
+    qkv_grad,
+    partials,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPS: tl.constexpr,
+    SUMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Compute the gradients of BLOCK tokens.
+
+    First come those of their keys and values, over STEP queries at a time, then those of their
+    queries, over STEP keys at a time. With SUMS, the sums of each over the tokens go into
+    `partials`.
+    """
     block, head, begin, length = locate(cu_seqlens)
-    STRIDE: tl.constexpr = 3 * HEADS * WIDTH
     PART: tl.constexpr = HEADS * WIDTH
     width = tl.arange(0, WIDTH)
-    partials_at = (
-        partials + (tl.program_id(2) * tl.num_programs(0) + block) * STRIDE + head * WIDTH + width
-    )
+    row_of_partials = tl.program_id(2) * tl.num_programs(0) + block
+    partials_at = partials + row_of_partials * (3 * PART) + head * WIDTH + width
     if block * BLOCK >= length:
         if SUMS:
             for part in tl.static_range(3):
                 tl.store(partials_at + part * PART, tl.zeros([WIDTH], tl.float32))
         return
-    own = block * BLOCK + tl.arange(0, BLOCK)
-    inside = own < length
-    here = qkv + begin * STRIDE + head * WIDTH
-    own_at = here + own[:, None] * STRIDE + width
-    others_at = here + tl.arange(0, STEP)[:, None] * STRIDE + width
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < length
+    segment_at = qkv + begin * (3 * PART) + head * WIDTH
+    block_at = segment_at + token[:, None] * (3 * PART) + width
+    step_at = segment_at + tl.arange(0, STEP)[:, None] * (3 * PART) + width
     grad_at = grad + begin * PART + head * WIDTH + width
     dtype = qkv_grad.dtype.element_ty
-    per_query = head * tokens + begin
+    first_query = head * tokens + begin
 
-    scores_scale = scale * 1.4426950408889634  # log2(e)
+    scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
     dk, dv = key_value_grads(
-        own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
-        length, tokens, scores_scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
-    )  # fmt: skip
+        block_at=block_at,
+        step_at=step_at,
+        grad_at=grad_at,
+        logsumexp=logsumexp + first_query,
+        delta=delta + first_query,
+        seed=seed,
+        token=token,
+        inside=inside,
+        block=block,
+        head=head,
+        begin=begin,
+        length=length,
+        tokens=tokens,
+        scale=scale_of_base_2,
+        threshold=threshold,
+        kept_scale=kept_scale,
+        PART=PART,
+        WIDTH=WIDTH,
+        BLOCK=BLOCK,
+        STEP=STEP,
+        DROPS=DROPS,
+        CAUSAL=CAUSAL,
+    )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
-    out_at = qkv_grad + begin * STRIDE + head * WIDTH + own[:, None] * STRIDE + width
-    tl.store(out_at + PART, dk.to(dtype), mask=inside[:, None])
-    tl.store(out_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
-    if SUMS:  # keys and values beyond the end have gradients here, which are not stored; queries below have none
+    qkv_grad_at = qkv_grad + begin * (3 * PART) + head * WIDTH + token[:, None] * (3 * PART) + width
+    tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
+    tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
+    if SUMS:
+        # Keys and values beyond the end have gradients here, which are not stored; queries, below,
+        # have none.
         tl.store(partials_at + PART, tl.sum(tl.where(inside[:, None], dk, 0.0), 0))
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
     dq = query_grads(
-        own_at, others_at, grad_at, logsumexp + per_query, delta + per_query, seed, own, inside, block, head, begin,
-        length, tokens, scores_scale, threshold, keeps, PART, WIDTH, BLOCK, STEP, DROPS, CAUSAL,
-    )  # fmt: skip
+        block_at=block_at,
+        step_at=step_at,
+        grad_at=grad_at,
+        logsumexp=logsumexp + first_query,
+        delta=delta + first_query,
+        seed=seed,
+        token=token,
+        inside=inside,
+        block=block,
+        head=head,
+        begin=begin,
+        length=length,
+        tokens=tokens,
+        scale=scale_of_base_2,
+        threshold=threshold,
+        kept_scale=kept_scale,
+        PART=PART,
+        WIDTH=WIDTH,
+        BLOCK=BLOCK,
+        STEP=STEP,
+        DROPS=DROPS,
+        CAUSAL=CAUSAL,
+    )
     dq *= scale
-    tl.store(out_at, dq.to(dtype), mask=inside[:, None])
+    tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
 
 
 @jit
 def key_value_grads(
-    own_at, others_at, grad_at, logsumexp, delta, seed, own, inside, block, head, begin, length, tokens, scale,
-    threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """dK, but for the scale, and dV [BLOCK, WIDTH] of a block's `own` tokens, over all queries of the segment."""
-    key = tl.load(own_at + PART, mask=inside[:, None], other=0.0)
-    value = tl.load(own_at + 2 * PART, mask=inside[:, None], other=0.0)
+    block_at,
+    step_at,
+    grad_at,
+    logsumexp,
+    delta,
+    seed,
+    token,
+    inside,
+    block,
+    head,
+    begin,
+    length,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment."""
+    key = tl.load(block_at + PART, mask=inside[:, None], other=0.0)
+    value = tl.load(block_at + 2 * PART, mask=inside[:, None], other=0.0)
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
     dv = tl.zeros([BLOCK, WIDTH], tl.float32)
-    seen_by_all = 0
+    sees_all = 0  # the first query that sees all keys of the block
     if CAUSAL:
-        seen_by_all = tl.minimum((block + 1) * BLOCK, length)
+        sees_all = tl.minimum((block + 1) * BLOCK, length)
         dk, dv = add_queries(
-            dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin,
-            block * BLOCK, seen_by_all, length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS, True,
-        )  # fmt: skip
+            dk=dk,
+            dv=dv,
+            key=key,
+            value=value,
+            step_at=step_at,
+            grad_at=grad_at,
+            logsumexp=logsumexp,
+            delta=delta,
+            seed=seed,
+            token=token,
+            block=block,
+            head=head,
+            begin=begin,
+            first=block * BLOCK,
+            last=sees_all,
+            length=length,
+            tokens=tokens,
+            scale=scale,
+            threshold=threshold,
+            kept_scale=kept_scale,
+            PART=PART,
+            BLOCK=BLOCK,
+            STEP=STEP,
+            DROPS=DROPS,
+            CAUSAL=True,
+        )
     dk, dv = add_queries(
-        dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin,
-        seen_by_all, length, length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS, False,
-    )  # fmt: skip
-    return dk, dv * keeps
+        dk=dk,
+        dv=dv,
+        key=key,
+        value=value,
+        step_at=step_at,
+        grad_at=grad_at,
+        logsumexp=logsumexp,
+        delta=delta,
+        seed=seed,
+        token=token,
+        block=block,
+        head=head,
+        begin=begin,
+        first=sees_all,
+        last=length,
+        length=length,
+        tokens=tokens,
+        scale=scale,
+        threshold=threshold,
+        kept_scale=kept_scale,
+        PART=PART,
+        BLOCK=BLOCK,
+        STEP=STEP,
+        DROPS=DROPS,
+        CAUSAL=False,
+    )
+    return dk, dv * kept_scale
 
 
 @jit
 def add_queries(
-    dk, dv, key, value, others_at, grad_at, logsumexp, delta, seed, own, block, head, begin, first, last, length,
-    tokens, scale, threshold, keeps, PART: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Add what the queries from `first` to `last` give to dK and dV. Scores are [keys, queries] here."""
+    dk,
+    dv,
+    key,
+    value,
+    step_at,
+    grad_at,
+    logsumexp,
+    delta,
+    seed,
+    token,
+    block,
+    head,
+    begin,
+    first,
+    last,
+    length,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Add to dK and dV what the queries from `first` to `last` give, and return these.
+
+    Scores are [keys, queries] here. `token` are those of the keys.
+    """
     pair, second = pairs(STEP)
     key_pair, second_key = pairs(BLOCK)
     shift = 16 * second[None, :] + 8 * second_key[:, None]
     for at in tl.range(first, last, STEP):
-        queries = at + tl.arange(0, STEP)
-        there = queries < length
-        query = tl.load(others_at + at * (3 * PART), mask=there[:, None], other=0.0)
-        do = tl.load(grad_at + queries[:, None] * PART, mask=there[:, None], other=0.0)
-        # A query beyond the end has zeros here, and so have its products: it adds nothing.
-        lse = tl.load(logsumexp + queries, mask=there, other=0.0)
-        d = tl.load(delta + queries, mask=there, other=0.0)
-        p = tl.exp2(tl.dot(key, query.T, input_precision="ieee") * scale - lse[None, :])
+        query_token = at + tl.arange(0, STEP)
+        inside = query_token < length
+        query = tl.load(step_at + at * (3 * PART), mask=inside[:, None], other=0.0)
+        do = tl.load(grad_at + query_token[:, None] * PART, mask=inside[:, None], other=0.0)
+        # A query beyond the end is read as zeros, and so are its products: it adds nothing.
+        query_logsumexp = tl.load(logsumexp + query_token, mask=inside, other=0.0)
+        query_delta = tl.load(delta + query_token, mask=inside, other=0.0)
+        scores = tl.dot(key, query.T, input_precision="ieee")
+        p = tl.exp2(scores * scale - query_logsumexp[None, :])
         if CAUSAL:
-            p = tl.where(queries[None, :] >= own[:, None], p, 0.0)
+            p = tl.where(query_token[None, :] >= token[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
         p_kept = p
         if DROPS:
             seeds = query_seed_kernel(begin + at // 2 + pair, head, tokens, seed)
-            keep = dropout_keeps(
-                seeds[None, :], block * (BLOCK // 2) + key_pair[:, None], shift, threshold
-            )
+            pair_of_keys = block * (BLOCK // 2) + key_pair[:, None]
+            keep = dropout_keeps(seeds[None, :], pair_of_keys, shift, threshold)
             p_kept = tl.where(keep, p, 0.0)
-            dp = tl.where(keep, dp * keeps, 0.0)
+            dp = tl.where(keep, dp * kept_scale, 0.0)
         dv = tl.dot(p_kept.to(query.dtype), do, dv, input_precision="ieee")
-        ds = p * (dp - d[None, :])
+        ds = p * (dp - query_delta[None, :])
         dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
     return dk, dv
 
 
 @jit
 def query_grads(
-    own_at, others_at, grad_at, logsumexp, delta, seed, own, inside, block, head, begin, length, tokens, scale,
-    threshold, keeps, PART: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
-    DROPS: tl.constexpr, CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """dQ [BLOCK, WIDTH], but for the scale, of a block's `own` tokens, over all keys of the segment."""
-    query = tl.load(own_at, mask=inside[:, None], other=0.0)
-    do = tl.load(grad_at + own[:, None] * PART, mask=inside[:, None], other=0.0)
-    lse = tl.load(logsumexp + own, mask=inside, other=0.0)
-    d = tl.load(delta + own, mask=inside, other=0.0)
+    block_at,
+    step_at,
+    grad_at,
+    logsumexp,
+    delta,
+    seed,
+    token,
+    inside,
+    block,
+    head,
+    begin,
+    length,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    PART: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment."""
+    query = tl.load(block_at, mask=inside[:, None], other=0.0)
+    do = tl.load(grad_at + token[:, None] * PART, mask=inside[:, None], other=0.0)
+    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=0.0)
+    query_delta = tl.load(delta + token, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
-    seen_by_all = length
+    seen_by_all = length  # every query of the block sees the keys before it
     if CAUSAL:
         seen_by_all = block * BLOCK
         dq = add_keys(
-            dq, query, do, lse, d, others_at, seed, own, block, head, begin, seen_by_all,
-            tl.minimum(length, seen_by_all + BLOCK), length, tokens, scale, threshold, keeps, PART, BLOCK, STEP, DROPS,
-            True, True,
-        )  # fmt: skip
+            dq=dq,
+            query=query,
+            do=do,
+            query_logsumexp=query_logsumexp,
+            query_delta=query_delta,
+            step_at=step_at,
+            seed=seed,
+            token=token,
+            block=block,
+            head=head,
+            begin=begin,
+            first=seen_by_all,
+            last=tl.minimum(length, seen_by_all + BLOCK),
+            length=length,
+            tokens=tokens,
+            scale=scale,
+            threshold=threshold,
+            kept_scale=kept_scale,
+            PART=PART,
+            BLOCK=BLOCK,
+            STEP=STEP,
+            DROPS=DROPS,
+            ENDS=True,
+            CAUSAL=True,
+        )
     return add_keys(
-        dq, query, do, lse, d, others_at, seed, own, block, head, begin, 0, seen_by_all, length, tokens, scale,
-        threshold, keeps, PART, BLOCK, STEP, DROPS, not CAUSAL, False,
-    )  # fmt: skip
+        dq=dq,
+        query=query,
+        do=do,
+        query_logsumexp=query_logsumexp,
+        query_delta=query_delta,
+        step_at=step_at,
+        seed=seed,
+        token=token,
+        block=block,
+        head=head,
+        begin=begin,
+        first=0,
+        last=seen_by_all,
+        length=length,
+        tokens=tokens,
+        scale=scale,
+        threshold=threshold,
+        kept_scale=kept_scale,
+        PART=PART,
+        BLOCK=BLOCK,
+        STEP=STEP,
+        DROPS=DROPS,
+        ENDS=not CAUSAL,
+        CAUSAL=False,
+    )
 
 
 @jit
 def add_keys(
-    dq, query, do, lse, d, others_at, seed, own, block, head, begin, first, last, length, tokens, scale, threshold,
-    keeps, PART: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr, DROPS: tl.constexpr, ENDS: tl.constexpr,
+    dq,
+    query,
+    do,
+    query_logsumexp,
+    query_delta,
+    step_at,
+    seed,
+    token,
+    block,
+    head,
+    begin,
+    first,
+    last,
+    length,
+    tokens,
+    scale,
+    threshold,
+    kept_scale,
+    PART: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    DROPS: tl.constexpr,
+    ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
-    """Add what the keys from `first` to `last` give to dQ. Scores are [queries, keys] here. With ENDS some may lie
-    beyond the end, and if CAUSAL after a query."""
+):
+    """Add to dQ what the keys from `first` to `last` give, and return it.
+
+    Scores are [queries, keys] here. `token` are those of the queries. With ENDS some keys may lie
+    beyond the end, and if CAUSAL after a query.
+    """
     pair, second = pairs(BLOCK)
     key_pair, second_key = pairs(STEP)
     shift = 16 * second[:, None] + 8 * second_key[None, :]
     seeds = query_seed_kernel(begin + block * (BLOCK // 2) + pair, head, tokens, seed)
     for at in tl.range(first, last, STEP):
-        keys = at + tl.arange(0, STEP)
-        there = (keys < length)[:, None]
-        key = tl.load(others_at + at * (3 * PART) + PART, mask=there, other=0.0)
-        value = tl.load(others_at + at * (3 * PART) + 2 * PART, mask=there, other=0.0)
+        key_token = at + tl.arange(0, STEP)
+        inside = (key_token < length)[:, None]
+        key = tl.load(step_at + at * (3 * PART) + PART, mask=inside, other=0.0)
+        value = tl.load(step_at + at * (3 * PART) + 2 * PART, mask=inside, other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if ENDS:
-            seen = keys <= own[:, None] if CAUSAL else keys < length
+            seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        p = tl.exp2(scores * scale - lse[:, None])
+        p = tl.exp2(scores * scale - query_logsumexp[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
             keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)
-            dp = tl.where(keep, dp * keeps, 0.0)
-        ds = p * (dp - d[:, None])
+            dp = tl.where(keep, dp * kept_scale, 0.0)
+        ds = p * (dp - query_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
     return dq

@@ -20,44 +20,53 @@ from qa_lib.model.architectures import (
 from qa_lib.record import Memory, Speed, StepTime
 
 MIB = 2**20
-PEAK_FROM = 3  # steps before the peak counts: compilation is over, and the capture of a graph (cuda_graph.py) is not
+# Steps before the memory's peak counts: compilation is over by then, and the capture of a CUDA
+# graph (train/cuda_graph.py) is not.
+PEAK_FROM = 3
 ENERGY = "nvmlDeviceGetTotalEnergyConsumption"  # in millijoules, since the driver was loaded
-# The share of the last 1/6 to 1 s in which any kernel ran, however small, and be it one that waits for other GPUs: how
-# much of the time the host leaves the GPU idle, where MFU says how well it is used.
+# The share of the last 1/6 to 1 s in which any kernel ran, however small, and be it one that waits
+# for other GPUs: it says how much of the time the host leaves the GPU idle, where the utilization
+# by GEMMs says how well it is used.
 UTILIZATION = "nvmlDeviceGetUtilizationRates"
 
 
 @functools.cache
 def _nvml(device: torch.device):
-    """NVML, and its handle of a GPU."""
+    """Return NVML, and its handle of a GPU."""
     import pynvml  # a GPU's machine has it, and others need not
 
     pynvml.nvmlInit()
     # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(
-        f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-    )
+    uuid = torch.cuda.get_device_properties(device).uuid
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
 
 
 def ask_nvml(device: torch.device, question: str):
-    """What NVML answers to a `question` about a GPU; None where it does not say."""
-    if device.type == "cuda":
-        with contextlib.suppress(
-            Exception
-        ):  # the package, the driver, the permission or the counter is missing
-            nvml, handle = _nvml(device)
-            return getattr(nvml, question)(handle)
+    """Return what NVML's function `question` answers about a GPU; None where it does not say.
+
+    It does not where the package, the driver, the permission or the counter is missing.
+    """
+    if device.type != "cuda":
+        return None
+    with contextlib.suppress(Exception):
+        nvml, handle = _nvml(device)
+        return getattr(nvml, question)(handle)
+    return None
 
 
 class Hooks:
-    """What a run tells of itself while it trains: its phases, as ranges that profilers show, and its finished steps.
+    """What a run tells of itself while it trains: its phases and its finished steps.
 
-    Profiles derive from it; as it is, it only names the ranges for torch.profiler and, by NVTX, for Nsight Systems.
+    Phases are ranges that profilers show: torch.profiler and, by NVTX, Nsight Systems. Profiles
+    derive from this class, and do more with either.
     """
 
     @contextlib.contextmanager
     def phase(self, name: str):
-        """Around the forward pass, the backward pass, the reduction over processes and the optimizer of each step."""
+        """Surround a phase of a step.
+
+        Phases are "forward", "backward", "reduce" (over processes) and "optimizer".
+        """
         nvtx = (
             torch.cuda.nvtx.range(name) if torch.cuda.is_available() else contextlib.nullcontext()
         )
@@ -65,11 +74,14 @@ class Hooks:
             yield
 
     def finished(self, steps: int) -> None:
-        """After each step, with the number of those done."""
+        """Take note that a step is done; `steps` are all that are."""
 
 
 class Stopwatch:
-    """Marks moments on the device's own clock, the first when it is made; `elapsed` tells the time between two."""
+    """Marks moments on the device's own clock, the first of them when it is made.
+
+    `elapsed` tells the time between two.
+    """
 
     def __init__(self, device: torch.device):
         self.cuda = device.type == "cuda"
@@ -83,13 +95,14 @@ class Stopwatch:
         return event
 
     def lap(self):
-        """Mark this moment without waiting for the device: the mark before it, and this one."""
-        previous, self.begin = self.begin, self._mark()
+        """Mark this moment, and return the mark before it and this one; does not wait."""
+        previous = self.begin
+        self.begin = self._mark()
         return previous, self.begin
 
 
 def elapsed(lap) -> float:
-    """Seconds between the two marks of a Stopwatch's lap; waits for the second."""
+    """Return the seconds between the two marks of a Stopwatch's lap; waits for the second."""
     begin, end = lap
     if isinstance(begin, float):
         return end - begin
@@ -98,68 +111,90 @@ def elapsed(lap) -> float:
 
 
 class Meter:
-    """Times every optimizer step and counts what it processed; the first `warm_up` of this process are not measured.
+    """Times every optimizer step and counts what it processed.
 
-    Time and energy are of the stretches from `resume` to `flush`, and not of the pauses between them. At the end of
-    each, which in a run is each second, the GPU is asked how busy it has been. Its memory peak counts from step
+    The first `warm_up` steps of this process are not measured. Time and energy are of the stretches
+    from `resume` to `flush`, and not of the pauses between them. At the end of each, which in a run
+    is each second, the GPU is asked how busy it has been. Its memory peak counts from step
     `peak_from` on, after which compilation allocates no more.
     """
 
     def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
-        self.device, self.warm_up, self.peak_from = device, warm_up, min(peak_from, warm_up)
-        self.laps, self.times, self.counts = [], [], []
+        self.device = device
+        self.warm_up = warm_up
+        self.peak_from = min(peak_from, warm_up)
+        self.laps = []  # of the steps since the last flush
+        self.times = []  # seconds of each step
+        # For each step its samples, their tokens, the sum of their lengths' squares, and the same
+        # two of the sequences that were computed.
+        self.counts = []
         self.first_step_at = None  # time.time() when the first step of this process was done
         self.data_s = []  # the host's seconds to prepare each step's inputs
-        self.joules = []  # of the GPU in each measured stretch; None where its counter did not answer
-        self.counter = None  # its counter when the stretch began
-        self.samples, self.polled = (
-            [],
-            [],
-        )  # shares of time in which the GPU was busy; `polled` has one a step
+        # The GPU's energy in each measured stretch; None where its counter did not answer.
+        self.joules = []
+        self.counter = None  # its counter when the stretch began, in millijoules
+        # Shares of time in which the GPU was busy: one a measured stretch, and one a step.
+        self.samples = []
+        self.polled = []
         self.resume()
 
     def resume(self) -> None:
-        """Start the next step's clock now: what happened since the last step (a checkpoint, say) is not a step."""
+        """Start the next step's clock now.
+
+        What happened since the last step, such as a checkpoint, is not a step.
+        """
         if len(self.counts) >= self.warm_up:
             self.counter = ask_nvml(self.device, ENERGY)
         self.clock = Stopwatch(self.device)
 
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
-        """One optimizer step is done: its samples' lengths, and those of the sequences that were computed (tokens)."""
+        """Take note that an optimizer step is done.
+
+        Lengths, in tokens, are those of its samples and of the sequences that were computed.
+        """
         self.laps.append(self.clock.lap())
-        real, computed = real_lengths.astype(np.int64), computed_lengths.astype(np.int64)
+        real = real_lengths.astype(np.int64)
+        computed = computed_lengths.astype(np.int64)
         self.counts.append(
             (len(real), real.sum(), real @ real, computed.sum(), computed @ computed)
         )
-        if len(self.counts) == 1:  # it is warm-up, so that waiting for it costs nothing
-            if self.device.type == "cuda":
-                torch.cuda.synchronize()
+        steps = len(self.counts)
+        on_gpu = self.device.type == "cuda"
+        if steps == 1:
+            if on_gpu:
+                torch.cuda.synchronize()  # it is warm-up, so that waiting for it costs nothing
             self.first_step_at = time.time()
-        if len(self.counts) == self.peak_from and self.device.type == "cuda":
+        if steps == self.peak_from and on_gpu:
             torch.cuda.reset_peak_memory_stats()
-        if len(self.counts) == self.warm_up and self.device.type == "cuda":
+        if steps == self.warm_up and on_gpu:
             torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
             self.resume()
 
     def flush(self) -> list[float]:
-        """Wait for the device; the seconds of each step since the last flush."""
-        fresh = [elapsed(lap) for lap in self.laps]
+        """Wait for the device, and return the seconds of each step since the last flush."""
+        seconds = [elapsed(lap) for lap in self.laps]
         self.laps.clear()
-        self.times += fresh
-        if fresh and len(self.times) > self.warm_up:
-            now, rates = (ask_nvml(self.device, question) for question in (ENERGY, UTILIZATION))
-            self.joules.append((now - self.counter) / 1e3 if now and self.counter else None)
+        self.times += seconds
+        if seconds and len(self.times) > self.warm_up:
+            counter = ask_nvml(self.device, ENERGY)
+            rates = ask_nvml(self.device, UTILIZATION)
+            known = counter and self.counter
+            self.joules.append((counter - self.counter) / 1e3 if known else None)
             if rates:
                 self.samples.append(rates.gpu / 100)
-        return fresh
+        return seconds
 
     def joules_per_sample(self) -> float | None:
-        """Energy of the GPU over the measured steps by its own counter; None where there is none or it stood still."""
-        used = 0.0 if None in self.joules else sum(self.joules)
-        return used / sum(count[0] for count in self.counts[self.warm_up :]) if used else None
+        """Return the GPU's energy over the measured steps, by its own counter.
+
+        Returns None where there is no counter, and where it stood still.
+        """
+        if None in self.joules or not sum(self.joules):
+            return None
+        return sum(self.joules) / sum(count[0] for count in self.counts[self.warm_up :])
 
     def step_ms(self) -> StepTime:
-        """Milliseconds of the measured steps."""
+        """Return the milliseconds of the measured steps."""
         self.flush()
         measured = self.times[self.warm_up :]
         if not measured:
@@ -168,44 +203,48 @@ class Meter:
         return StepTime(len(measured), median, p10, p90)
 
     def data_ms(self) -> float | None:
-        """Milliseconds in which the host chooses and collates the inputs of a measured step: the median.
+        """Return the median milliseconds in which the host chooses and collates a step's inputs.
 
-        Not what the GPU waits. The host prepares the next step while the GPU still computes this one, and where it is
-        ahead of the GPU, that costs nothing. So this only bounds the wait, and data_ms over step_ms its share.
+        The GPU need not wait as long. The host prepares the next step while the GPU still computes
+        this one, and where it is ahead of the GPU, that costs nothing. So this only bounds the
+        wait, and data_ms over step_ms its share.
         """
         measured = self.data_s[self.warm_up :]
         return 1e3 * statistics.median(measured) if measured else None
 
     def compile_s(self) -> float | None:
-        """By how much the warm-up steps exceeded as many median steps: compilation, capture, first allocations."""
+        """Return the seconds by which the warm-up steps exceeded as many median steps.
+
+        That is compilation, capture and first allocations.
+        """
         median = self.step_ms().median
         if not self.warm_up or median is None:
             return None
         return max(0.0, sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3)
 
     def speed(self, step: "StepFlops", matrix_tflops: float, devices: int = 1) -> Speed:
-        """Rates over the measured steps, of all devices together.
+        """Return the rates over the measured steps, of all `devices` together.
 
-        `gemm_utilization` counts the arithmetic that the real tokens need, `gemm_utilization_padded` all that was
-        computed; both are shares of `matrix_tflops`, the measured matrix rate of a device.
+        `gemm_utilization` counts the arithmetic that the real tokens need,
+        `gemm_utilization_padded` all that was computed; both are shares of `matrix_tflops`, the
+        measured matrix rate of a device.
         """
         self.flush()
-        measured, counts = (
-            self.times[self.warm_up :],
-            np.array(self.counts[self.warm_up :], dtype=np.float64),
-        )
+        measured = self.times[self.warm_up :]
         if not measured:
             return Speed()
-        possible = matrix_tflops * 1e12 * devices
+        counts = np.array(self.counts[self.warm_up :], dtype=np.float64)
         samples, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
+        possible = matrix_tflops * 1e12 * devices
+        needed_flops = step.flops(real, real_squares)
+        executed_flops = step.flops(computed, computed_squares, recompute=True)
         return Speed(
             samples_per_s=samples,
             tokens_per_s_padded=computed,
             tokens_per_s=real,
             pad_fraction=1 - real / computed,
-            gemm_utilization=step.flops(real, real_squares) / possible,
-            gemm_utilization_padded=step.flops(computed, computed_squares, recompute=True)
-            / possible,
+            gemm_utilization=needed_flops / possible,
+            gemm_utilization_padded=executed_flops / possible,
             gemm_tflops_measured=matrix_tflops,
             gpu_busy=statistics.fmean(self.samples) if self.samples else None,
             gpu_busy_polled=statistics.fmean(self.polled[self.warm_up :]) if self.polled else None,
@@ -215,13 +254,17 @@ class Meter:
 class StepFlops:
     """Arithmetic of one training step, from the model's shapes and from what of it trains.
 
-    A forward pass takes 2 FLOPs a parameter and token; the gradient by activations as much, from the top down to the
-    lowest layer that trains; the gradient by weights as much for what trains. Attention scores and their use take
-    4 x hidden x length^2 a layer forward and twice that backward. With all parameters training this is the usual
-    6 x parameters x tokens + 12 x layers x hidden x sum of length^2 (Kaplan et al. 2020, PaLM's appendix B).
-    Embeddings, the answer head and the adapters' own forward pass are not counted. A decoder's head is, a GEMM as
-    wide as the vocabulary; and of its attention half, since the other half of the scores is masked. Where a layer's
-    tokens see a window each, that counts, or all of shorter sequences: of lengths beside it, a little too much.
+    A forward pass takes 2 FLOPs a parameter and token; the gradient by activations takes the same,
+    from the top down to the lowest layer that trains; so does the gradient by weights, for what
+    trains. Attention scores and their use take 4 x hidden x length^2 a layer forward and twice that
+    backward. With all parameters training this is the usual
+    6 x parameters x tokens + 12 x layers x hidden x sum of length^2
+    (Kaplan et al. 2020, PaLM's appendix B).
+
+    Embeddings, the answer head and the adapters' own forward pass are not counted. A decoder's head
+    is, a GEMM as wide as the vocabulary; its attention counts half, since the other half of the
+    scores is masked. Where a layer's tokens see a window each, the window counts, or all of shorter
+    sequences. That is a little too much for sequences that are hardly longer than the window.
     """
 
     def __init__(self, model: torch.nn.Module):
@@ -232,66 +275,68 @@ class StepFlops:
         self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
         encoder = encoder_of(model)
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)
-        self.head, self.head_trains, self.attended = (
-            head.numel(),
-            head.requires_grad,
-            0.5 if encoder.causal else 1.0,
-        )
-        self.layers, self.hidden = len(layers), model.config.hidden_size
+        self.head = head.numel()
+        self.head_trains = head.requires_grad
+        self.attended = 0.5 if encoder.causal else 1.0  # share of the scores
+        self.layers = len(layers)
+        self.hidden = model.config.hidden_size
         self.local, self.window = local_layers(model.config)
-        self.passed = (
-            layers_passed(model) / self.layers
-        )  # share of the layers that gradients pass through
-        self.recomputed = (
-            any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) * self.passed
-        )
+        # Shares of the layers: those that gradients pass, and those that are computed twice.
+        self.passed = layers_passed(model) / self.layers
+        recomputes = any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        self.recomputed = self.passed if recomputes else 0.0
 
     def flops(self, tokens: float, squares: float, recompute: bool = False) -> float:
-        """FLOPs for so many tokens in sequences whose squared lengths sum to `squares`; with `recompute`, as
-        executed."""
+        """Return the FLOPs for `tokens` in sequences whose squared lengths sum to `squares`.
+
+        With `recompute` those count, too, that are executed a second time.
+        """
         again = self.recomputed if recompute else 0.0
         linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
         head = 2 * tokens * self.head * (2 + self.head_trains)
         squares += self.local * min(0, self.window * tokens - squares)
-        attention = (
-            4 * self.layers * self.hidden * self.attended * squares * (1 + 2 * self.passed + again)
-        )
+        passes = 1 + 2 * self.passed + again
+        attention = 4 * self.layers * self.hidden * self.attended * squares * passes
         return linear + head + attention
 
 
 def memory_use(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
 ) -> Memory:
-    """What the GPU's memory holds: peaks since the first steps, and the bytes of what persists between steps.
+    """Return what memory holds: the GPU's peaks, and the MiB of what persists between steps.
 
-    Gradients are counted as one of each trainable parameter's size, since they are freed between steps; activations
-    are what the peak holds beside all that persists. What an optimizer updates in memory of its own, as DeepSpeed's
-    does, is part of its state.
+    Gradients are counted as one of each trainable parameter's size, since they are freed between
+    steps; activations are what the peak holds beside all that persists. What an optimizer updates
+    in memory of its own, such as DeepSpeed's, is part of its state.
     """
     state = [
-        v for values in optimizer.state.values() for v in values.values() if torch.is_tensor(v)
+        value
+        for values in optimizer.state.values()
+        for value in values.values()
+        if torch.is_tensor(value)
     ]
     weights = {t.untyped_storage().data_ptr() for t in _local(model.parameters())}
     updated = _local(p for group in optimizer.param_groups for p in group["params"])
     state += [t for t in updated if t.untyped_storage().data_ptr() not in weights]
-    found = Memory(
+    memory = Memory(
         params_mib=_mib(model.parameters()),
         grads_mib=_mib(p for p in model.parameters() if p.requires_grad),
         optimizer_mib=_mib(state),
         host_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
     if device.type == "cuda":
-        found.peak_alloc_mib = torch.cuda.max_memory_allocated() / MIB
-        found.peak_reserved_mib = torch.cuda.max_memory_reserved() / MIB
-        persistent = found.params_mib + found.grads_mib + found.optimizer_mib
-        found.activations_mib = max(0.0, found.peak_alloc_mib - persistent)
-    return found
+        memory.peak_alloc_mib = torch.cuda.max_memory_allocated() / MIB
+        memory.peak_reserved_mib = torch.cuda.max_memory_reserved() / MIB
+        persistent = memory.params_mib + memory.grads_mib + memory.optimizer_mib
+        memory.activations_mib = max(0.0, memory.peak_alloc_mib - persistent)
+    return memory
 
 
 def _local(tensors) -> Iterator[torch.Tensor]:
-    """Of what is spread over several GPUs, the part here."""
+    """Return the tensors, or the parts here of those that are spread over several GPUs."""
     return (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
 
 
 def _mib(tensors) -> float:
+    """Return the MiB that tensors take here."""
     return sum(t.numel() * t.element_size() for t in _local(tensors)) / MIB

@@ -1,16 +1,19 @@
 """The models that the lab trains: where each keeps its layers, embeddings and head.
 
-BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one architecture under three
-names in transformers, and differ in what is written down here. DistilBERT (Sanh et al. 2019) is half of BERT's layers,
-put together otherwise. ModernBERT (Warner et al. 2024) turns queries and keys by their positions, looks at a window
-around each token in two of three layers, has its norms before its linear layers, and gates in place of biases. Whatever
-changes or counts a part of a model (fused projections, dropout, 8-bit linear layers, frozen layers, FLOPs, memory,
-profiles) finds it by this table, so that another encoder is another entry; lacks.csv says which settings it cannot
-have. How a question and its context are joined, and whether token types go with them, is not here: the tokenizer says
-that (data/tokenize.py). GPT-2 (Radford et al. 2019) is the decoder among them: it sees what came before alone, and its
-head predicts the next token.
+BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one
+architecture under three names in transformers, and differ in what is written down here. DistilBERT
+(Sanh et al. 2019) is half of BERT's layers, put together otherwise. ModernBERT (Warner et al. 2024)
+turns queries and keys by their positions, looks at a window around each token in two of three
+layers, has its norms before its linear layers, and gates in place of biases. GPT-2 (Radford et al.
+2019) is the decoder among them: a token sees those before it alone, and the head predicts the next
+token.
 
-No torch is imported: a driver looks up whether the lab knows an architecture.
+Whatever changes or counts a part of a model (fused projections, dropout, 8-bit linear layers,
+frozen layers, FLOPs, memory, profiles) finds it by this table, so that another encoder is another
+entry; lacks.csv says which settings it cannot have. How a question and its context are joined, and
+whether token types go with them, is not here: the tokenizer says that (data/tokenize.py).
+
+No torch is imported: the process that starts runs looks up whether the lab knows an architecture.
 """
 
 from collections.abc import Mapping
@@ -21,102 +24,146 @@ from qa_lib.errors import UserError
 
 @dataclass(frozen=True)
 class Encoder:
-    """One architecture. Names are those of submodules, of the model with its head or of one of its layers."""
+    """One architecture. Names are those of submodules, of the model with its head or of a layer."""
 
+    # Names in the model with its head:
     layers: str
-    embeddings: tuple[str, ...]  # modules that a configuration leaves out may be named
+    # The modules below the layers; one that some configurations leave out may be named.
+    embeddings: tuple[str, ...]
     head: str = "qa_outputs"
-    embeddings_dropout: str = ""  # where it is not `dropout` in the first of the embeddings
-    below_head: tuple[str, ...] = ()  # modules with weights between the layers and the head
-    causal: bool = False  # a token sees those before it alone, and the head, which is the embeddings, predicts the next
-    # In each layer. RECIPES of variants.py address adapters by the last part of these names.
+    # Empty where it is `dropout` in the first of the embeddings.
+    embeddings_dropout: str = ""
+    # Modules with weights between the layers and the head.
+    below_head: tuple[str, ...] = ()
+    # A token sees those before it alone; the head, which has the embeddings' weights, predicts the
+    # next.
+    causal: bool = False
+
+    # Names in each layer. RECIPES in variants.py address adapters by the last part of these.
     self_attention: str = "attention.self"
-    projections: tuple[str, ...] = ("query", "key", "value")  # in self_attention
-    attention_output: str = "attention.output.dense"  # the linear layer after it
-    linears: tuple[str, ...] = ("intermediate.dense", "output.dense")  # of the feed-forward block
-    activation: str = "intermediate.intermediate_act_fn"  # between those linear layers
-    dropouts: tuple[str, ...] = (
-        "attention.output.dropout",
-        "output.dropout",
-    )  # of the hidden states
-    positions_after_padding: bool = (
-        False  # positions count from padding's token id + 1, and not from 0
-    )
-    adapters: Mapping[str, str] = field(
-        default_factory=dict
-    )  # names in RECIPES -> what is called otherwise here
-    memory_known: bool = (
-        True  # whether run/memory_estimate.py knows what a layer keeps for its backward pass
-    )
+    # In the self-attention: the linear layers of query, key and value.
+    projections: tuple[str, ...] = ("query", "key", "value")
+    # The linear layer after the attention.
+    attention_output: str = "attention.output.dense"
+    # Those of the feed-forward block, and the activation between them.
+    linears: tuple[str, ...] = ("intermediate.dense", "output.dense")
+    activation: str = "intermediate.intermediate_act_fn"
+    # The dropouts of the hidden states.
+    dropouts: tuple[str, ...] = ("attention.output.dropout", "output.dropout")
+
+    # Whether positions count from the padding's token id + 1, and not from 0.
+    positions_after_padding: bool = False
+    # For names in RECIPES, what is called otherwise here: names with blanks between them.
+    adapters: Mapping[str, str] = field(default_factory=dict)
+    # Whether run/memory_estimate.py knows what a layer keeps for its backward pass.
+    memory_known: bool = True
 
 
-# fmt: off
 ENCODERS = {
-    "bert": Encoder("bert.encoder.layer", ("bert.embeddings",)),
-    "roberta": Encoder("roberta.encoder.layer", ("roberta.embeddings",), positions_after_padding=True),
+    "bert": Encoder(
+        layers="bert.encoder.layer",
+        embeddings=("bert.embeddings",),
+    ),
+    "roberta": Encoder(
+        layers="roberta.encoder.layer",
+        embeddings=("roberta.embeddings",),
+        positions_after_padding=True,
+    ),
     # Its small models have narrower embeddings, and a linear layer that widens them.
-    "electra": Encoder("electra.encoder.layer", ("electra.embeddings", "electra.embeddings_project")),
+    "electra": Encoder(
+        layers="electra.encoder.layer",
+        embeddings=("electra.embeddings", "electra.embeddings_project"),
+    ),
     "distilbert": Encoder(
-        "distilbert.transformer.layer", ("distilbert.embeddings",), self_attention="attention",
-        projections=("q_lin", "k_lin", "v_lin"), attention_output="attention.out_lin", linears=("ffn.lin1", "ffn.lin2"),
-        activation="ffn.activation", dropouts=("ffn.dropout",),
-        adapters={"query": "q_lin", "key": "k_lin", "value": "v_lin", "dense": "out_lin lin1 lin2"},
+        layers="distilbert.transformer.layer",
+        embeddings=("distilbert.embeddings",),
+        self_attention="attention",
+        projections=("q_lin", "k_lin", "v_lin"),
+        attention_output="attention.out_lin",
+        linears=("ffn.lin1", "ffn.lin2"),
+        activation="ffn.activation",
+        dropouts=("ffn.dropout",),
+        adapters={
+            "query": "q_lin",
+            "key": "k_lin",
+            "value": "v_lin",
+            "dense": "out_lin lin1 lin2",
+        },
     ),
     "modernbert": Encoder(
-        "model.layers", ("model.embeddings",), "classifier", "model.embeddings.drop", ("model.final_norm", "head"),
-        self_attention="attn", projections=("Wqkv",), attention_output="attn.Wo", linears=("mlp.Wi", "mlp.Wo"),
-        activation="mlp.act", dropouts=("attn.out_drop", "mlp.drop"), memory_known=False,
+        layers="model.layers",
+        embeddings=("model.embeddings",),
+        head="classifier",
+        embeddings_dropout="model.embeddings.drop",
+        below_head=("model.final_norm", "head"),
+        self_attention="attn",
+        projections=("Wqkv",),
+        attention_output="attn.Wo",
+        linears=("mlp.Wi", "mlp.Wo"),
+        activation="mlp.act",
+        dropouts=("attn.out_drop", "mlp.drop"),
         adapters={"query": "Wqkv", "key": "Wqkv", "value": "Wqkv", "dense": "Wo Wi"},
+        memory_known=False,
     ),
 }
 DECODERS = {
     "gpt2": Encoder(
-        "transformer.h", ("transformer.wte", "transformer.wpe"), "lm_head", "transformer.drop", causal=True,
-        self_attention="attn", linears=("mlp.c_fc", "mlp.c_proj"),
-        activation="mlp.act", dropouts=("attn.resid_dropout", "mlp.dropout"),
+        layers="transformer.h",
+        embeddings=("transformer.wte", "transformer.wpe"),
+        head="lm_head",
+        embeddings_dropout="transformer.drop",
+        causal=True,
+        self_attention="attn",
+        linears=("mlp.c_fc", "mlp.c_proj"),
+        activation="mlp.act",
+        dropouts=("attn.resid_dropout", "mlp.dropout"),
         # Query, key and value are one linear layer in GPT-2.
         adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
     ),
 }
-# fmt: on
+OF_TASK = {"qa": ENCODERS, "lm": DECODERS}
+
 # Encoders that are asked for and cannot be had, and why.
-_SCORES = "its disentangled attention adds relative-position scores that none of the attention kernels here take"
+_SCORES = (
+    "its disentangled attention adds relative-position scores that none of the attention kernels "
+    "here take"
+)
 REFUSED = {"deberta": _SCORES, "deberta-v2": _SCORES}
 
 
-OF_TASK = {"qa": ENCODERS, "lm": DECODERS}
-
-
 def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
-    """The entry for a `model_type` of transformers; UserError, which names `source`, if there is none for the task."""
+    """Return the entry for a `model_type` of transformers.
+
+    Raises UserError, which names `source`, if there is none for the task.
+    """
     known = OF_TASK[task]
-    if not isinstance(model_type, str) or model_type not in known:
-        why = (
-            f": {REFUSED[model_type]}"
-            if isinstance(model_type, str) and model_type in REFUSED
-            else ""
-        )
-        knows = f"this lab knows {', '.join(known)} for task {task}"
-        raise UserError(f"{source}: a model of type {model_type!r}{why}; {knows}")
-    return known[model_type]
-
-
-def encoder_of(model) -> Encoder:
-    """The entry of a model that was built."""
-    return (ENCODERS | DECODERS)[model.config.model_type]
-
-
-def first_position(config) -> int:
-    """The position id of a sequence's first token, from a model's configuration."""
-    return (
-        config.pad_token_id + 1
-        if (ENCODERS | DECODERS)[config.model_type].positions_after_padding
-        else 0
+    is_name = isinstance(model_type, str)  # a config.json may hold anything
+    if is_name and model_type in known:
+        return known[model_type]
+    why = f": {REFUSED[model_type]}" if is_name and model_type in REFUSED else ""
+    raise UserError(
+        f"{source}: a model of type {model_type!r}{why}; "
+        f"this lab knows {', '.join(known)} for task {task}"
     )
 
 
+def encoder_of(model) -> Encoder:
+    """Return the entry of a model that was built."""
+    return _entry(model.config)
+
+
+def _entry(config) -> Encoder:
+    """Return the entry of a model's configuration."""
+    return (ENCODERS | DECODERS)[config.model_type]
+
+
+def first_position(config) -> int:
+    """Return the position id of a sequence's first token, by a model's configuration."""
+    return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
+
+
 def max_positions(config) -> int:
-    """How long a sequence may be: one token a position id."""
+    """Return how many tokens a sequence may have: one for each position id."""
     return config.max_position_embeddings - first_position(config)
 
 
@@ -132,47 +179,55 @@ def positions_in(config: Mapping) -> int | None:
 
 
 def layers_of(model) -> list:
-    """The layers, from the bottom up."""
+    """Return the layers, from the bottom up."""
     return list(model.get_submodule(encoder_of(model).layers))
 
 
 def embeddings_of(model) -> list:
-    """The modules below the layers."""
-    return [
-        module for name, module in model.named_modules() if name in encoder_of(model).embeddings
-    ]
+    """Return the modules below the layers."""
+    names = encoder_of(model).embeddings
+    return [module for name, module in model.named_modules() if name in names]
 
 
 def heads_of(model) -> list:
-    """The modules above the layers, which make answers, or the next token, of what these give."""
+    """Return the modules above the layers, which turn their output into answers or next tokens."""
     encoder = encoder_of(model)
     return [model.get_submodule(name) for name in (*encoder.below_head, encoder.head)]
 
 
 def local_layers(config) -> tuple[float, int]:
-    """Of a model's configuration the share of layers in which a token sees a window of tokens around it alone, and how
-    many tokens that are, itself among them; 0 and 0 where there are none."""
+    """Return the share of layers whose tokens see a window alone, and the window's tokens.
+
+    The window is around each token and includes it. Both are 0 where there are no such layers.
+    """
     kinds = getattr(config, "layer_types", None) or ["full_attention"]
     share = kinds.count("sliding_attention") / len(kinds)
-    return share, 2 * config.sliding_window + 1 if share else 0
+    window = 2 * config.sliding_window + 1 if share else 0
+    return share, window
 
 
 def param_counts(model) -> dict:
-    """How many weights each parameter of a model holds: its elements, unless its layer packs them otherwise."""
+    """Return how many weights each parameter of a model holds.
+
+    These are its elements, unless its layer packs them and says their number in `held`
+    (model/nf4.py).
+    """
     return {
         parameter: getattr(parameter, "held", parameter.numel()) for parameter in model.parameters()
     }
 
 
 def trains(module) -> bool:
+    """Return whether any parameter of a module trains."""
     return any(parameter.requires_grad for parameter in module.parameters())
 
 
 def layers_passed(model) -> int:
-    """How many layers gradients pass through on their way down to the lowest parameter that trains."""
+    """Return how many layers gradients pass on their way down to the lowest part that trains."""
     layers = layers_of(model)
     if any(map(trains, embeddings_of(model))):
         return len(layers)
-    return max(
-        (len(layers) - number for number, layer in enumerate(layers) if trains(layer)), default=0
-    )
+    for number, layer in enumerate(layers):
+        if trains(layer):
+            return len(layers) - number
+    return 0

@@ -1,23 +1,26 @@
-"""Attention within the segments of a packed sequence, by whichever kernel the GPU has, registered with transformers.
+"""Attention within the segments of a packed sequence, by whichever kernel the GPU has.
 
-A packed sequence holds many samples, and a token must attend to its own sample's tokens alone. A mask over the whole
-sequence would do that and cost as much as attention over all of it: quadratic in its length. FlashAttention (Dao et al.
-2022, 2023) is told where segments end, computes nothing across them, and never writes the scores to memory: variant
-E-packed. A T4 lacks it and has PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed sequences
-have a place of fixed length for each sample: variants E-packed-efficient and E-t4. A CPU takes the mask. A kernel of
-our own for short segments is in kernels/varlen_attention.py, variant E-varlen. The kernels of padded batches, eager in
-A1 and SDPA in A2, are transformers' and PyTorch's.
+A packed sequence holds many samples, and a token must attend to its own sample's tokens alone. A
+mask over the whole sequence would do that and cost as much as attention over all of it: quadratic
+in its length. FlashAttention (Dao et al. 2022, 2023) is told where segments end, computes nothing
+across them, and never writes the scores to memory: variant E-packed. A T4 lacks it and has
+PyTorch's memory-efficient kernel (Rabe and Staats 2021), for which packed sequences have a place of
+fixed length for each sample: variants E-packed-efficient and E-t4. A CPU takes the mask. A kernel
+of our own for short segments is in kernels/varlen_attention.py, variant E-varlen. The kernels of
+padded batches, eager in A1 and SDPA in A2, are transformers' and PyTorch's.
 
-Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of the scores; those
-for fused projections take the three as one tensor [tokens, 3, heads, width]. ModernBERT's local layers have a `window`
-as well: a token attends to so many tokens on either side of it, in its segment.
+Kernels here take query, key and value [tokens, heads, width], `Segments`, dropout and the scale of
+the scores; those for fused projections take the three as one tensor [tokens, 3, heads, width].
+ModernBERT's local layers have a `window` as well: a token attends to so many tokens on either side
+of it, in its segment. They are registered with transformers.
 
-**Query, key and value as one linear layer of three times the width** (variants E-qkv and E-t4). Self-attention (Vaswani
-et al. 2017) multiplies the same hidden states by three matrices. Three GEMMs of width 768 leave a large GPU partly
-idle: each has few tiles to spread over its multiprocessors, each is a launch, and each reads the hidden states anew.
-One GEMM with the three matrices side by side gives the same numbers from one launch. Training changes only in the order
-of rounding. A checkpoint must look like any other, so that the matrices are taken apart again before it is saved. It
-works on every GPU and on a CPU.
+**Query, key and value as one linear layer of three times the width** (variants E-qkv and E-t4).
+Self-attention (Vaswani et al. 2017) multiplies the same hidden states by three matrices. Three
+GEMMs of width 768 leave a large GPU partly idle: each has few tiles to spread over its
+multiprocessors, each is a launch, and each reads the hidden states anew. One GEMM with the three
+matrices side by side gives the same numbers from one launch. Training changes only in the order of
+rounding. A checkpoint must look like any other, so that the matrices are taken apart again before
+it is saved. It works on every GPU and on a CPU.
 """
 
 from itertools import groupby
@@ -42,72 +45,97 @@ from qa_lib.model.fused_blocks import HashDropout
 class Segments(NamedTuple):
     """Where the samples of a packed sequence lie."""
 
-    cu_seqlens: (
-        torch.Tensor
-    )  # int32 [segments + 1]: where each segment begins and the last one ends
-    # At most so many tokens in each, the same for every packed sequence of a run; with a bias, exactly so many.
+    # int32 [segments + 1]: where each segment begins and the last one ends.
+    cu_seqlens: torch.Tensor
+    # At most so many tokens in each segment, the same for every packed sequence of a run. With a
+    # bias, exactly so many.
     limits: list[int]
-    bias: torch.Tensor | None = (
-        None  # float32 [tokens], -inf where a segment is padded; for the kernel that wants that
-    )
+    # float32 [tokens], -inf where a segment is padded; for the kernel that wants that.
+    bias: torch.Tensor | None = None
 
 
 def flash(query, key, value, segments, dropout, scale, window=None):
-    """FlashAttention by PyTorch's own op, for sm_80 and newer; fp16 or bf16."""
-    ends, longest = segments.cu_seqlens, max(segments.limits)
+    """Attend by FlashAttention, PyTorch's own op, for sm_80 and newer; fp16 or bf16."""
+    longest = max(segments.limits)
     return torch.ops.aten._flash_attention_forward(
-        query, key, value, ends, ends, longest, longest, dropout, False, False, scale=scale,
-        window_size_left=window, window_size_right=window,
-    )[0]  # fmt: skip
+        query,
+        key,
+        value,
+        cum_seq_q=segments.cu_seqlens,
+        cum_seq_k=segments.cu_seqlens,
+        max_q=longest,
+        max_k=longest,
+        dropout_p=dropout,
+        is_causal=False,
+        return_debug_mask=False,
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
+    )[0]
 
 
 def efficient(qkv, segments, dropout, scale):
-    """PyTorch's memory-efficient kernel, for sm_50 and newer (a T4 is sm_75), over segments that are padded to limits.
+    """Attend by PyTorch's memory-efficient kernel, for sm_50 and newer, over padded segments.
 
-    The kernel also takes cu_seqlens, but then its forward pass drops out by another pattern than its backward pass (it
-    begins every segment and head at the same random number), and training fails without a word.
+    (A T4 is sm_75.) Every segment is padded to its limit. The kernel also takes cu_seqlens, but
+    then its forward pass drops out by another pattern than its backward pass (it begins every
+    segment and head at the same random number), and training fails without a word.
     """
     return _efficient(qkv, segments.bias, segments.limits, dropout, scale)[0]
 
 
 def stack_qkv(query, key, value, qkv=None):
-    """Query, key and value [1, heads, tokens, width] as one tensor [tokens, 3, heads, width]: the `qkv` of fused
-    projections, of which they are views, or a copy."""
+    """Return query, key and value [1, heads, tokens, width] as one [tokens, 3, heads, width].
+
+    The result is the `qkv` of fused projections, of which they are views, or a copy.
+    """
     if qkv is None:
         qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
     return qkv.squeeze(0)  # indexed, it would be copied in the backward pass
 
 
 def _equal_limits(limits: list[int]) -> list[tuple[slice, tuple[int, int]]]:
-    """Neighbouring segments that have the same limit form a run, which one call of the kernel takes. Of each run: its
-    slice of the tokens, and the number of its segments and their limit."""
-    found, begin = [], 0
-    for limit, same in groupby(limits):
-        count = len(list(same))
-        found.append((slice(begin, begin + count * limit), (count, limit)))
-        begin += count * limit
-    return found
+    """Return the runs of neighbouring segments that have the same limit.
+
+    One call of the kernel takes a run. For each: the slice of its tokens, and the number of its
+    segments with their limit.
+    """
+    runs = []
+    begin = 0
+    for limit, group in groupby(limits):
+        count = len(list(group))
+        end = begin + count * limit
+        runs.append((slice(begin, end), (count, limit)))
+        begin = end
+    return runs
 
 
 def _heads_first(tokens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """A view of [segments x limit, heads, width] as [segments, heads, limit, width]."""
+    """Return a view of [segments x limit, heads, width] as [segments, heads, limit, width]."""
     return tokens.unflatten(0, shape).transpose(1, 2)
 
 
-def _scores(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
-    """The bias of keys [segments x limit] as one of scores [segments, heads, limit, limit]."""
-    return bias.view(shape[0], 1, 1, shape[1]).expand(-1, heads, shape[1], -1)
+def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
+    """Return a view of [segments, heads, limit, width] as [segments, limit, heads, width]."""
+    return heads.transpose(1, 2)
+
+
+def _score_bias(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
+    """Return the bias of keys [segments x limit] for scores [segments, heads, limit, limit]."""
+    segments, limit = shape
+    return bias.view(segments, 1, 1, limit).expand(-1, heads, limit, -1)
 
 
 def _logsumexp_length(limit: int) -> int:
-    """Entries that the kernel keeps for the softmax of a segment and head."""
+    """Return how many entries the kernel keeps for the softmax of a segment and head."""
     return -(-limit // 32) * 32
 
 
 _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
 
 
-# Operators of their own, which the compiler does not look into: it would trace a dozen calls in every layer.
+# Operators of their own, which the compiler does not look into: it would trace a dozen calls in
+# every layer.
 @library.custom_op(
     "qa_lib::efficient_attention",
     mutates_args=(),
@@ -115,19 +143,28 @@ _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
     schema=f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _efficient(qkv, bias, limits, dropout, scale):
-    bias, heads = bias.to(qkv.dtype), qkv.shape[2]
-    calls = [
-        torch.ops.aten._scaled_dot_product_efficient_attention(
-            *(_heads_first(t[part], shape) for t in qkv.unbind(1)), _scores(bias[part], shape, heads), True,
-            dropout, scale=scale,
+    """Return the output, and for the backward pass logsumexp, and seed and offset of each run."""
+    heads = qkv.shape[2]
+    bias = bias.to(qkv.dtype)
+    outputs, logsumexps, seeds, offsets = [], [], [], []
+    for part, shape in _equal_limits(limits):
+        query, key, value = (_heads_first(t[part], shape) for t in qkv.unbind(1))
+        output, logsumexp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query,
+            key,
+            value,
+            attn_bias=_score_bias(bias[part], shape, heads),
+            compute_log_sumexp=True,
+            dropout_p=dropout,
+            scale=scale,
         )
-        for part, shape in _equal_limits(limits)
-    ]  # fmt: skip
-    outputs, logsumexps, seeds, offsets = zip(*calls, strict=True)
-    output = torch.cat([part.transpose(1, 2).flatten(0, 1) for part in outputs])
+        outputs.append(output)
+        logsumexps.append(logsumexp)
+        seeds.append(seed)
+        offsets.append(offset)
     return (
-        output,
-        torch.cat([t.flatten() for t in logsumexps]),
+        torch.cat([_tokens_first(output).flatten(0, 1) for output in outputs]),
+        torch.cat([logsumexp.flatten() for logsumexp in logsumexps]),
         torch.stack(seeds),
         torch.stack(offsets),
     )
@@ -136,33 +173,50 @@ def _efficient(qkv, bias, limits, dropout, scale):
 @_efficient.register_fake
 def _(qkv, bias, limits, dropout, scale):
     tokens, _, heads, width = qkv.shape
-    logsumexp = qkv.new_empty(heads * sum(map(_logsumexp_length, limits)), dtype=torch.float32)
-    random = qkv.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
-    return qkv.new_empty(tokens, heads, width), logsumexp, random, random.clone()
+    output = qkv.new_empty(tokens, heads, width)
+    entries = heads * sum(map(_logsumexp_length, limits))
+    logsumexp = qkv.new_empty(entries, dtype=torch.float32)
+    seeds = qkv.new_empty(len(_equal_limits(limits)), dtype=torch.int64)
+    return output, logsumexp, seeds, seeds.clone()
 
 
 @library.custom_op(
     "qa_lib::efficient_attention_backward",
     mutates_args=(),
-    schema="(Tensor grad, Tensor qkv, Tensor output, Tensor logsumexp, Tensor seeds, Tensor offsets, "
-    f"{_OPTIONS}) -> Tensor",
+    schema="(Tensor grad, Tensor qkv, Tensor output, Tensor logsumexp, Tensor seeds, "
+    f"Tensor offsets, {_OPTIONS}) -> Tensor",
 )
 def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
-    """The gradient of `qkv`, [tokens, 3, heads, width]."""
-    bias, heads, qkv_grad = bias.to(qkv.dtype), qkv.shape[2], qkv.new_empty(qkv.shape)
-    grad, runs = grad.contiguous(), _equal_limits(limits)
-    sizes = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
-    for (part, shape), sums, seed, offset in zip(
-        runs, logsumexp.split(sizes), seeds, offsets, strict=True
+    """Return the gradient of `qkv`, [tokens, 3, heads, width]."""
+    heads = qkv.shape[2]
+    bias = bias.to(qkv.dtype)
+    qkv_grad = qkv.new_empty(qkv.shape)
+    grad = grad.contiguous()
+    runs = _equal_limits(limits)
+    entries = [heads * count * _logsumexp_length(limit) for _, (count, limit) in runs]
+    for (part, shape), run_logsumexp, seed, offset in zip(
+        runs, logsumexp.split(entries), seeds, offsets, strict=True
     ):
-        grads = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-            *(_heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))), _scores(bias[part], shape, heads),
-            _heads_first(output[part], shape), sums.view(shape[0], heads, -1), seed, offset, dropout,
-            [True, True, True, False], scale=scale,
-        )[:3]  # fmt: skip
-        torch.stack(
-            [one.transpose(1, 2) for one in grads], 2, out=qkv_grad[part].unflatten(0, shape)
+        segments, _ = shape
+        output_grad, query, key, value = (
+            _heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))
         )
+        *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+            output_grad,
+            query,
+            key,
+            value,
+            attn_bias=_score_bias(bias[part], shape, heads),
+            out=_heads_first(output[part], shape),
+            logsumexp=run_logsumexp.view(segments, heads, -1),
+            philox_seed=seed,
+            philox_offset=offset,
+            dropout_p=dropout,
+            grad_input_mask=[True, True, True, False],
+            scale=scale,
+        )
+        out = qkv_grad[part].unflatten(0, shape)
+        torch.stack([_tokens_first(one) for one in grads], 2, out=out)
     return qkv_grad
 
 
@@ -177,34 +231,51 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, grad, *_):
-    return _efficient_backward(grad, *ctx.saved_tensors, *ctx.options), *(None,) * 4
+    qkv_grad = _efficient_backward(grad, *ctx.saved_tensors, *ctx.options)
+    return qkv_grad, None, None, None, None
 
 
 _efficient.register_autograd(_backward, setup_context=_setup_context)
 
 
 def blockmask(query, key, value, segments, dropout, scale, window=None):
-    """SDPA under a mask [tokens, tokens] that is true within segments: any device and dtype, but quadratic."""
+    """Attend by SDPA under a mask [tokens, tokens] that is true within segments.
+
+    It works on any device and in any type, but takes quadratic time.
+    """
     segment = segment_of(segments.cu_seqlens, len(query))
-    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     mask = segment[:, None] == segment
     if window is not None:
         place = torch.arange(len(segment), device=segment.device)
         mask &= (place[:, None] - place).abs() <= window
-    return F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)[
-        0
-    ].transpose(0, 1)
+    query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
+    output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
+    return output[0].transpose(0, 1)
 
 
 def _interface(kernel):
+    """Return the attention function of transformers that calls a kernel for packed sequences."""
+
     def attention(
-        module, query, key, value, attention_mask, dropout=0.0, scaling=None, segments=None, qkv=None, bias=None,
-        sliding_window=None, **kwargs,
-    ):  # fmt: skip
-        """An attention function of transformers: tensors [batch, heads, tokens, width] in, [batch, tokens, heads,
-        width] out. A `bias` that is in `qkv` gets its gradient from varlen_attention, whose modules have a HashDropout.
-        `sliding_window` counts the token itself and those on one side of it. Batches without segments, as in
-        evaluation, are padded ones and go to SDPA."""
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        dropout=0.0,
+        scaling=None,
+        segments=None,
+        qkv=None,
+        bias=None,
+        sliding_window=None,
+        **kwargs,
+    ):
+        """Attend for tensors [1, heads, tokens, width]; return [1, tokens, heads, width] and None.
+
+        A `bias` that is in `qkv` gets its gradient from varlen_attention, whose modules have a
+        HashDropout. `sliding_window` counts the token itself and those on one side of it. Batches
+        without segments, which evaluation has, are padded ones and go to SDPA.
+        """
         if segments is None:
             return sdpa_attention_forward(
                 module,
@@ -217,21 +288,21 @@ def _interface(kernel):
                 **kwargs,
             )
         if kernel is varlen_attention:
-            stacked, (ends, limits, _) = stack_qkv(query, key, value, qkv), segments
             output = varlen_attention(
-                stacked, bias, ends, max(limits), module.dropout.seed, dropout, scaling
+                stack_qkv(query, key, value, qkv),
+                bias,
+                segments.cu_seqlens,
+                longest=max(segments.limits),
+                seed=module.dropout.seed,
+                dropout=dropout,
+                scale=scaling,
             )
         elif kernel is efficient:
             output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)
         else:
             window = None if sliding_window is None else sliding_window - 1
-            output = kernel(
-                *(t[0].transpose(0, 1) for t in (query, key, value)),
-                segments,
-                dropout,
-                scaling,
-                window,
-            )
+            query, key, value = (t[0].transpose(0, 1) for t in (query, key, value))
+            output = kernel(query, key, value, segments, dropout, scaling, window)
         return output[None], None
 
     return attention
@@ -246,8 +317,10 @@ KERNELS = {
 
 
 def attention_name(kernel: str) -> str:
-    """The name that a kernel for packed sequences has in transformers, which takes any with "flash" in it for its
-    own."""
+    """Return the name that a kernel for packed sequences has in transformers.
+
+    transformers takes any name with "flash" in it for one of its own.
+    """
     return "packed-" + kernel.replace("flash", "fa")
 
 
@@ -255,72 +328,88 @@ for _name, _kernel in KERNELS.items():
     AttentionInterface.register(attention_name(_name), _interface(_kernel))
     AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
 
-# For windows of text, which have no padding: SDPA that is told "causal" and given no mask. For a compiled model
-# transformers makes the mask all the same, and with one PyTorch does not take FlashAttention.
+# For windows of text, which have no padding: SDPA that is told "causal" and given no mask. For a
+# compiled model transformers makes the mask all the same, and with one PyTorch does not take
+# FlashAttention.
 UNMASKED = "unmasked"
 AttentionInterface.register(UNMASKED, sdpa_attention_forward)
 AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 
 
 class BiasDeferredLinear(nn.Linear):
-    """nn.Linear that adds its bias, whose gradient is left to the attention kernel after it (kernels/common.py)."""
+    """nn.Linear that adds its bias and leaves the bias's gradient to the attention kernel after it.
+
+    kernels/common.py says why.
+    """
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias.detach())
 
 
 class FusedSelfAttention(nn.Module):
-    """The self-attention of a BERT-like encoder with one linear layer for the three projections `names`; `split` gives
-    the original back."""
+    """The self-attention of a BERT-like encoder with one linear layer for the three projections.
+
+    `names` are those of the projections in the original, the module `separate`; `split` gives the
+    original back.
+    """
 
     def __init__(self, separate: nn.Module, names: tuple[str, ...]):
         super().__init__()
-        parts = [separate.get_submodule(name) for name in names]
-        self.qkv = nn.Linear(
-            parts[0].in_features, sum(part.out_features for part in parts), device="meta"
-        )
-        self.qkv.weight = nn.Parameter(torch.cat([part.weight.detach() for part in parts]))
-        self.qkv.bias = nn.Parameter(torch.cat([part.bias.detach() for part in parts]))
-        self.config, self.names = separate.config, names
-        self.dropout, self.scaling, self.width = (
-            separate.dropout,
-            separate.scaling,
-            separate.attention_head_size,
-        )
+        projections = [separate.get_submodule(name) for name in names]
+        in_features = projections[0].in_features
+        out_features = sum(projection.out_features for projection in projections)
+        weight = torch.cat([projection.weight.detach() for projection in projections])
+        bias = torch.cat([projection.bias.detach() for projection in projections])
+        self.qkv = nn.Linear(in_features, out_features, device="meta")
+        self.qkv.weight = nn.Parameter(weight)
+        self.qkv.bias = nn.Parameter(bias)
+        self.config = separate.config
+        self.names = names
+        self.dropout = separate.dropout
+        self.scaling = separate.scaling
+        self.width = separate.attention_head_size
         self.is_causal = separate.is_causal
-        self.separate = [
-            separate.to("meta")
-        ]  # without its weights, and in a list, so as not to be a submodule
+        # Without its weights, and in a list, so as not to be a submodule.
+        self.separate = [separate.to("meta")]
 
     def split(self) -> nn.Module:
-        """The original module with this one's weights."""
-        separate = self.separate[0]
-        for name, weight, bias in zip(
-            self.names, self.qkv.weight.chunk(3), self.qkv.bias.chunk(3), strict=True
-        ):
-            part = separate.get_submodule(name)
-            part.weight, part.bias = (
-                nn.Parameter(weight.detach().clone()),
-                nn.Parameter(bias.detach().clone()),
-            )
+        """Return the original module with this one's weights."""
+        (separate,) = self.separate
+        weights = self.qkv.weight.chunk(3)
+        biases = self.qkv.bias.chunk(3)
+        for name, weight, bias in zip(self.names, weights, biases, strict=True):
+            projection = separate.get_submodule(name)
+            projection.weight = nn.Parameter(weight.detach().clone())
+            projection.bias = nn.Parameter(bias.detach().clone())
         return separate
 
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
-        """As the original's forward, for an encoder: hidden_states [batch, tokens, hidden]."""
+        """Do what the original's forward does for an encoder.
+
+        Takes hidden_states [batch, tokens, hidden]; returns the output, of that shape, and the
+        attention's weights, which are None unless it is eager.
+        """
         shape = hidden_states.shape[:-1]
         qkv = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
         if isinstance(self.qkv, BiasDeferredLinear):
             if kwargs.get("segments") is not None:
                 kwargs["bias"] = self.qkv.bias
-            else:  # then it is not our kernel that takes it
+            else:  # then another kernel takes it, which knows nothing of a bias
                 qkv = attach_bias_grad(qkv, self.qkv.bias)
-        parts = qkv.transpose(1, 3).unbind(2)
+        query, key, value = qkv.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
-        dropout = self.dropout.p if self.training else 0.0
         output, weights = attention(
-            self, *parts, attention_mask, dropout=dropout, scaling=self.scaling, qkv=qkv, **kwargs
+            self,
+            query,
+            key,
+            value,
+            attention_mask,
+            dropout=self.dropout.p if self.training else 0.0,
+            scaling=self.scaling,
+            qkv=qkv,
+            **kwargs,
         )
         return output.reshape(*shape, -1).contiguous(), weights
 
@@ -330,13 +419,12 @@ def fuse_projections(model: nn.Module) -> None:
     encoder = encoder_of(model)
     for layer in layers_of(model):
         separate = layer.get_submodule(encoder.self_attention)
-        layer.set_submodule(
-            encoder.self_attention, FusedSelfAttention(separate, encoder.projections)
-        )
+        fused = FusedSelfAttention(separate, encoder.projections)
+        layer.set_submodule(encoder.self_attention, fused)
 
 
 def split_projections(model: nn.Module) -> None:
-    """Undo `fuse_projections`, in place; does nothing to other models."""
+    """Undo `fuse_projections`, in place; do nothing to other models."""
     name = encoder_of(model).self_attention
     for layer in layers_of(model):
         fused = layer.get_submodule(name)
@@ -345,8 +433,11 @@ def split_projections(model: nn.Module) -> None:
 
 
 class ExactRotaryEmbedding(ModernBertRotaryEmbedding):
-    """The angles by which queries and keys are turned. Cast to half precision with the rest of a model, its frequencies
-    would be rounded, and a token's angle off by a whole radian some hundreds of tokens on; they stay fp32."""
+    """The angles by which queries and keys are turned, whose frequencies stay in fp32.
+
+    Cast to half precision with the rest of a model, they would be rounded, and a token's angle off
+    by a whole radian some hundreds of tokens on.
+    """
 
     def _apply(self, fn, recurse=True):
         exact = dict(self.named_buffers())
@@ -357,22 +448,27 @@ class ExactRotaryEmbedding(ModernBertRotaryEmbedding):
 
 
 def keep_frequencies(model: nn.Module) -> None:
-    """Leave the frequencies of rotary embeddings in fp32 whatever the model is cast to, in place."""
+    """Leave the frequencies of rotary embeddings in fp32 whatever a model is cast to, in place."""
     for module in model.modules():
         if isinstance(module, ModernBertRotaryEmbedding):
             module.__class__ = ExactRotaryEmbedding
 
 
-def use_short_attention(model: nn.Module) -> None:
-    """Give the attention of every layer a seed for its dropout, in place, which dropout.renew draws anew, and leave it
-    the gradient of fused projections' bias. Raises UserError for heads of a width that the kernel does not take."""
+def use_varlen_attention(model: nn.Module) -> None:
+    """Prepare a model for the kernel of kernels/varlen_attention.py, in place.
+
+    Every layer's attention gets a seed for its dropout, which fused_blocks.renew draws anew, and
+    the gradient of fused projections' bias is left to the kernel. Raises UserError for heads of a
+    width that the kernel does not take.
+    """
     width = model.config.hidden_size // model.config.num_attention_heads
     if width < 16 or width & (width - 1):
         raise UserError(
-            f"attention 'short' takes heads as wide as a power of 2, 16 or more, and not {width}"
+            "attention 'triton-varlen' takes heads as wide as a power of 2, 16 or more, "
+            f"and not {width}"
         )
     for layer in layers_of(model):
-        owner = layer.get_submodule(encoder_of(model).self_attention)
-        owner.dropout = HashDropout(owner.dropout.p)
-        if isinstance(owner, FusedSelfAttention):
-            owner.qkv.__class__ = BiasDeferredLinear
+        self_attention = layer.get_submodule(encoder_of(model).self_attention)
+        self_attention.dropout = HashDropout(self_attention.dropout.p)
+        if isinstance(self_attention, FusedSelfAttention):
+            self_attention.qkv.__class__ = BiasDeferredLinear

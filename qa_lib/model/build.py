@@ -1,4 +1,4 @@
-"""The model of a run: with its task's head, the variant's attention and its trainable parameters."""
+"""The model of a run, with its task's head, the variant's attention and trainable parameters."""
 
 import warnings
 from pathlib import Path
@@ -34,7 +34,7 @@ from qa_lib.presets import HEAD, find_shape
 from qa_lib.spec import Spec
 from qa_lib.variants import Recipe, Settings, lacking
 
-ALIGN = 64  # tokens of a vocabulary are made a multiple of this
+ALIGN = 64  # the size of a vocabulary is rounded up to a multiple of this
 HEADS = {"qa": AutoModelForQuestionAnswering, "lm": AutoModelForCausalLM}
 DTYPES = {
     "fp32": torch.float32,
@@ -45,27 +45,29 @@ DTYPES = {
 
 
 def fuse_norms(model: torch.nn.Module) -> None:
-    """Fuse norms with what is before them, in place: layer by layer, or a decoder's training pass as a whole."""
-    (fused_blocks.use_fused_decoder if encoder_of(model).causal else fused_blocks.use_fused_norms)(
-        model
-    )
+    """Fuse norms with what is before them, in place.
+
+    This goes layer by layer, but by the whole training pass of a decoder.
+    """
+    if encoder_of(model).causal:
+        fused_blocks.use_fused_decoder(model)
+    else:
+        fused_blocks.use_fused_norms(model)
 
 
-CHANGES = (  # setting, value, and what it does to a model; in this order, since some build on what others have left
+# Setting, value, and what it does to a model; in this order, since some build on what others have
+# left.
+CHANGES = (
     ("qkv", "fused", attention.fuse_projections),
-    (
-        "attention",
-        "triton-varlen",
-        attention.use_short_attention,
-    ),  # leaves itself the bias of the fused projections
+    # Leaves itself the bias of the fused projections.
+    ("attention", "triton-varlen", attention.use_varlen_attention),
     ("dropout", "hash", fused_blocks.use_hash_dropout),
-    ("dropout", "none", fused_blocks.use_hash_dropout),  # at a rate of 0: fused norms know no other
-    ("norms", "fused", fuse_norms),  # computes the bits of that dropout itself
-    (
-        "attention",
-        "triton-causal",
-        fused_blocks.use_causal_attention,
-    ),  # which the fused decoder calls
+    # At a rate of 0: fused norms know no other dropout.
+    ("dropout", "none", fused_blocks.use_hash_dropout),
+    # Computes the bits of that dropout itself.
+    ("norms", "fused", fuse_norms),
+    # Is called by the fused decoder.
+    ("attention", "triton-causal", fused_blocks.use_causal_attention),
     ("gelu", "sigmoid", fused_blocks.use_sigmoid_gelu),
     # Takes linear layers as the two before have left them: with or without a bias.
     ("feed_forward", "fp8", fused_blocks.use_float8),
@@ -73,18 +75,19 @@ CHANGES = (  # setting, value, and what it does to a model; in this order, since
 
 
 def build_model(spec: Spec) -> torch.nn.Module:
-    """The spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
+    """Return the spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
-    A folder with a config but no model.safetensors gives random weights where the preset measures no quality, and
-    UserError where it does; so does an encoder that is not in the table, or one for shorter samples.
+    A folder with a config but no model.safetensors gives random weights where the preset measures
+    no quality, and UserError where it does. Raises UserError for an encoder that is not in the
+    table, too, and for one of shorter samples.
     """
     torch.manual_seed(spec.seed)
     model = _pretrained(spec)
-    if encoder_of(model).causal or spec.settings.activation_checkpointing is True:
-        model.config.use_cache = (
-            False  # which is for generating; with checkpointing it breaks the compiler's graph
-        )
-    if encoder_of(model).causal:
+    is_decoder = encoder_of(model).causal
+    if is_decoder or spec.settings.activation_checkpointing is True:
+        # The cache is for generating; with checkpointing it breaks the compiler's graph.
+        model.config.use_cache = False
+    if is_decoder:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
     elif spec.settings.loss != "native":
         raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
@@ -99,7 +102,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
 
 
 def _transform(model: torch.nn.Module, settings: Settings) -> None:
-    """Change of a model in place what the settings say."""
+    """Change a model in place where the settings say so."""
     if settings.activation_checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(
@@ -118,107 +121,135 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
 
 
 def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
-    """The configuration of "tiny", of a shape, a folder or a hub name. UserError for an architecture that is not known
-    for the task."""
+    """Return the configuration of "tiny", of a shape, of a folder or of a model of the hub.
+
+    Raises UserError for an architecture that is not known for the task.
+    """
     if source == "tiny":
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
-    if shape := find_shape(source):
-        # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's arithmetic.
-        words, heads = -(-shape.vocabulary // ALIGN) * ALIGN, shape.hidden // HEAD
-        sizes = {
-            "n_layer": shape.layers,
-            "n_embd": shape.hidden,
-            "n_head": heads,
-            "n_positions": shape.positions,
-        }
-        return GPT2Config(vocab_size=words, **sizes, bos_token_id=0, eos_token_id=0)
-    return read_config(source, task)
+    shape = find_shape(source)
+    if shape is None:
+        return read_config(source, task)
+    # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's
+    # arithmetic.
+    words = -(-shape.vocabulary // ALIGN) * ALIGN
+    return GPT2Config(
+        vocab_size=words,
+        n_layer=shape.layers,
+        n_embd=shape.hidden,
+        n_head=shape.hidden // HEAD,
+        n_positions=shape.positions,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
 
 
 def _pretrained(spec: Spec) -> torch.nn.Module:
-    source, task, implementation = spec.model_source, spec.preset.task, spec.settings.attention
-    head, config = HEADS[task], model_config(source, task)
-    if why := lacking(
-        spec.settings, config.model_type
-    ):  # of a model that was not here yet when the run was planned
+    """Return the spec's model as transformers builds it: from a folder's weights, or random."""
+    source = spec.model_source
+    task = spec.preset.task
+    head = HEADS[task]
+    config = model_config(source, task)
+    # Checked here and not only when the run is planned: the model may not have been here then.
+    if why := lacking(spec.settings, config.model_type):
         raise UserError(f"{spec.variant} {why}")
-    if spec.settings.padding == "packed":
-        implementation = attention.attention_name(implementation)
-    elif (
-        task == "lm"
-        and implementation in ("sdpa", "triton-causal")
-        and spec.settings.engine == "loop"
-    ):
-        implementation = attention.UNMASKED
+    implementation = _attention_of(spec)
     spec.preset.check_length(source, max_positions(config))
     if source != "tiny" and not find_shape(source):
         folder = find_folder(source)
-        if inspect_checkpoint(folder)[1]:
+        _, weights = inspect_checkpoint(folder)
+        if weights:
             return load(folder, head, implementation, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
             raise UserError(
-                f"{folder}: no model.safetensors, which {spec.preset.name} needs; save_pretrained makes it"
+                f"{folder}: no model.safetensors, which {spec.preset.name} needs; "
+                "save_pretrained makes it"
             )
     with as_user_error(source):
         return head.from_config(config, attn_implementation=implementation)
 
 
+def _attention_of(spec: Spec) -> str:
+    """Return the name that transformers has for the attention of a spec's model."""
+    kernel = spec.settings.attention
+    if spec.settings.padding == "packed":
+        return attention.attention_name(kernel)
+    is_fused = kernel in ("sdpa", "triton-causal")
+    if spec.preset.task == "lm" and spec.settings.engine == "loop" and is_fused:
+        return attention.UNMASKED
+    return kernel
+
+
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
-    """Leave gradients on for the recipe's parameters alone; an answer head, which is new, always trains."""
+    """Leave gradients on for the recipe's parameters alone, and return the model, changed in place.
+
+    An answer head, which is new, always trains. Raises UserError for adapters of a decoder whose
+    linear layers are fused with what follows them.
+    """
     encoder = encoder_of(model)
     head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
     if recipe.kind == "lora":
-        if any(
-            isinstance(module, fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu)
-            for module in model.modules()
-        ):
-            raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
-        if fault := adapters_fault():
-            raise UserError(fault)
-        # peft asks transformers by a name that transformers 5.23 deprecates.
-        warnings.filterwarnings(
-            "ignore", message=".*is_gradient_checkpointing", category=FutureWarning
-        )
-        try:
-            from peft import LoraConfig, inject_adapter_in_model
-        except ModuleNotFoundError as missing:
-            raise UserError(
-                f"adapters need a package that is not installed: pip install {missing.name}"
-            ) from None
-
-        # Injected into the model itself: peft's own wrapper for question answering drops token_type_ids and
-        # position_ids on their way to the model.
-        targets = {
-            name
-            for target in recipe.targets
-            for name in encoder.adapters.get(target, target).split()
-        }
-        config = LoraConfig(
-            r=recipe.rank,
-            lora_alpha=2 * recipe.rank,
-            lora_dropout=0.1,
-            target_modules=sorted(targets),
-            fan_in_fan_out=any(
-                isinstance(m, Conv1D) for m in model.modules()
-            ),  # GPT-2's weights are [in, out]
-        )
-        inject_adapter_in_model(config, model)
+        _add_adapters(model, recipe)
     elif recipe.kind == "bitfit":
         for name, parameter in model.named_parameters():
             parameter.requires_grad = name.endswith(".bias")
     elif recipe.kind == "top":
-        # The share is of 12 layers; a shallower model keeps the proportion.
-        layers, (numerator, denominator) = layers_of(model), recipe.frozen
-        count = len(layers) * numerator // denominator
-        bottom, top = embeddings_of(model) + layers[:count], layers[-max(1, count) :]
-        for module in bottom if recipe.frozen_side == "bottom" else top:
+        for module in _frozen_by(model, recipe):
             module.requires_grad_(False)
     head.requires_grad_(True)
     return model
 
 
+def _add_adapters(model: torch.nn.Module, recipe: Recipe) -> None:
+    """Put LoRA adapters beside the recipe's linear layers, and freeze all else, in place."""
+    fused = fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu
+    if any(isinstance(module, fused) for module in model.modules()):
+        raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
+    if fault := adapters_fault():
+        raise UserError(fault)
+    # peft asks transformers by a name that transformers 5.23 deprecates.
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ModuleNotFoundError as missing:
+        raise UserError(
+            f"adapters need a package that is not installed: pip install {missing.name}"
+        ) from None
+
+    names = encoder_of(model).adapters
+    targets = {name for target in recipe.targets for name in names.get(target, target).split()}
+    config = LoraConfig(
+        r=recipe.rank,
+        lora_alpha=2 * recipe.rank,
+        lora_dropout=0.1,
+        target_modules=sorted(targets),
+        # GPT-2's weights are [in, out].
+        fan_in_fan_out=any(isinstance(module, Conv1D) for module in model.modules()),
+    )
+    # Injected into the model itself: peft's own wrapper for question answering drops
+    # token_type_ids and position_ids on their way to the model.
+    inject_adapter_in_model(config, model)
+
+
+def _frozen_by(model: torch.nn.Module, recipe: Recipe) -> list[torch.nn.Module]:
+    """Return the modules that a recipe of kind "top" freezes.
+
+    Its share is of 12 layers; a shallower model keeps the proportion.
+    """
+    layers = layers_of(model)
+    numerator, denominator = recipe.frozen
+    count = len(layers) * numerator // denominator
+    if recipe.frozen_side == "bottom":
+        return embeddings_of(model) + layers[:count]
+    return layers[-max(1, count) :]
+
+
 def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> None:
-    """A plain checkpoint that transformers loads: adapters merged, safetensors, tokenizer and digests beside it."""
+    """Write a plain checkpoint that transformers loads, in place of `folder`.
+
+    Adapters are merged and changed layers made plain again, in the model itself. Weights are
+    safetensors, with the tokenizer and digests beside them.
+    """
     model.float()  # an adapter's change can be below the resolution of half-precision weights
     for name, module in list(model.named_modules()):
         if hasattr(module, "get_base_layer"):  # a LoraLayer
@@ -240,17 +271,17 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
 
 
 def trainable_summary(model: torch.nn.Module):
-    """Parameters by part of the model, in all and trainable: a DataFrame, for display."""
+    """Return a DataFrame, for display: parameters by part of the model, in all and trainable."""
     import pandas as pd  # takes a quarter of a second, and no run needs it
 
     parts = {"embeddings": embeddings_of(model)}
     parts |= {f"layer {number}": [layer] for number, layer in enumerate(layers_of(model))}
     parts |= {"head": heads_of(model), "all": [model]}
-    counts, rows = param_counts(model), {}
+    counts = param_counts(model)
+    rows = {}
     for name, modules in parts.items():
         parameters = [p for module in modules for p in module.parameters()]
-        rows[name] = [
-            sum(counts[p] for p in parameters),
-            sum(counts[p] for p in parameters if p.requires_grad),
-        ]
+        total = sum(counts[p] for p in parameters)
+        trainable = sum(counts[p] for p in parameters if p.requires_grad)
+        rows[name] = [total, trainable]
     return pd.DataFrame.from_dict(rows, orient="index", columns=["parameters", "trainable"])

@@ -1,10 +1,11 @@
-"""A model's folder, which somebody else may have written: read as data, and checked before it is believed.
+"""A model's folder, which somebody else may have written: read as data, and checked before use.
 
-transformers follows what a folder says: an index may name pickles and files elsewhere, a config may ask for code from
-the hub, for kernels or for a million layers. Training and answering therefore take a folder through this one door. Its
-weights are safetensors within the folder, of the names and sizes that its config says; a folder that this lab has kept
-holds the digests of its files as well (SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are
-found. `checkpoint_files` lists what decides a model and its tokens, which is what identifies it.
+transformers follows what a folder says: an index may name pickles and files elsewhere, a config may
+ask for code from the hub, for kernels or for a million layers. Training and answering therefore
+take a folder through this one door. Its weights are safetensors within the folder, of the names and
+sizes that its config says; a folder that this lab has kept holds the digests of its files as well
+(SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are found.
+`checkpoint_files` lists what decides a model and its tokens, which is what identifies it.
 
 Looking needs no torch; loading (model/load.py) does.
 """
@@ -23,11 +24,20 @@ from qa_lib.record import writable_folder
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
-# What transformers reads of a folder beside its weights. tokenizer.json may have a version in its name.
+# What transformers reads of a folder beside its weights.
 READ = (
-    "config.json generation_config.json tokenizer*.json special_tokens_map.json added_tokens.json vocab.txt vocab.json "
-    "merges.txt *.model tekken.json chat_template.jinja"
-).split()
+    "config.json",
+    "generation_config.json",
+    "tokenizer*.json",  # tokenizer.json may have a version in its name
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "*.model",
+    "tekken.json",
+    "chat_template.jinja",
+)
 
 # What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
 VOCABULARIES = (
@@ -46,33 +56,38 @@ SAVED = (
 
 
 def find_folder(name: str | Path) -> Path:
-    """The folder that is meant by a path, where a run's means the model/ in it, or by a name of the hub: what has to be
-    known of that model lies in the hub's cache afterwards, and is looked at like any other folder.
+    """Return the folder that a path or a name of the hub means.
 
-    Raises UserError for a name that is neither, and where the hub cannot be reached.
+    A run's folder means the model/ in it. A model of the hub lies in the hub's cache afterwards,
+    and is looked at like any other folder. Raises UserError for a name that is neither, and where
+    the hub cannot be reached.
     """
     folder = Path(name)
     if folder.exists():
-        run = (folder / "model").is_dir() and not (folder / "config.json").exists()
-        return folder / "model" if run else folder
+        is_run = (folder / "model").is_dir() and not (folder / "config.json").exists()
+        return folder / "model" if is_run else folder
     from huggingface_hub import snapshot_download
 
-    files = {
-        "allow_patterns": ["*.json", "*.txt", "model*.safetensors"],
-        "ignore_patterns": ["*/*"],
-    }
     try:
-        return Path(snapshot_download(str(name), **files))
+        snapshot = snapshot_download(
+            str(name),
+            allow_patterns=["*.json", "*.txt", "model*.safetensors"],
+            ignore_patterns=["*/*"],
+        )
     except Exception as error:  # of the hub, the network or the disk
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"{name}: no such folder, and no model that the hub gives ({reason:.120})"
         ) from None
+    return Path(snapshot)
 
 
 def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
-    """The folder's config, and its safetensors: none where it has no weights. Raises UserError for a folder that has no
-    config, is not what SHA256SUMS says, or asks for pickles, code or other folders' files."""
+    """Return the folder's config, and the paths of its safetensors: none where it has no weights.
+
+    Raises UserError for a folder that has no config, is not what SHA256SUMS says, or asks for
+    pickles, code or other folders' files.
+    """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
     for path in folder.iterdir():  # pipes and devices never end
@@ -87,11 +102,11 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
         raise UserError(
             f"{folder}: config.json has {key}; plain weights in model.safetensors are needed"
         )
-    if (
-        folder / "adapter_config.json"
-    ).exists():  # transformers would load it, and its base from wherever it says
+    # transformers would load an adapter, and its base from wherever it says.
+    if (folder / "adapter_config.json").exists():
         raise UserError(
-            f"{folder}: adapter_config.json; merge the adapter into the weights, and save those alone"
+            f"{folder}: adapter_config.json; merge the adapter into the weights, "
+            "and save those alone"
         )
     weights = _weights(folder)
     _check_digests(folder, checkpoint_files(folder, weights))
@@ -99,12 +114,13 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
 
 
 def checkpoint_files(folder: Path, weights: list[Path]) -> list[Path]:
-    """The files of a folder that decide a model and its tokens: what READ names, and its weights."""
-    found = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
-    return sorted({*found, *weights})
+    """Return the files that decide a model and its tokens: what READ names, and its weights."""
+    files = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
+    return sorted({*files, *weights})
 
 
 def _weights(folder: Path) -> list[Path]:
+    """Return the paths of a folder's safetensors; UserError for an index that names other files."""
     for name in (QUANTIZED, "model.safetensors"):
         if (folder / name).exists():
             return [folder / name]
@@ -116,15 +132,19 @@ def _weights(folder: Path) -> list[Path]:
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name) or not (folder / name).is_file():
             raise UserError(
-                f"{folder}: {INDEX} names {name[:80]!r}, which is no safetensors file of this folder"
+                f"{folder}: {INDEX} names {name[:80]!r}, "
+                "which is no safetensors file of this folder"
             )
     return [folder / name for name in names]
 
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """An empty folder to write a model into. It takes the place of `folder` once it is whole, with its digests: nothing
-    of a model that was there before stays beside the new one. Raises RecordError for a folder that is a link."""
+    """Yield an empty folder to write a model into.
+
+    It takes the place of `folder` once it is whole, with its digests: nothing of a model that was
+    there before stays beside the new one. Raises RecordError for a folder that is a link.
+    """
     folder = writable_folder(folder).absolute()
     with tempfile.TemporaryDirectory(
         prefix=f".{folder.name}-", dir=folder.parent, ignore_cleanup_errors=True
@@ -141,29 +161,38 @@ def replacing(folder: Path) -> Iterator[Path]:
 def write_digests(folder: Path) -> None:
     """Write SHA256SUMS over the files of a model that was saved."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
-    (folder / SUMS).write_text("".join(f"{sha256_of(path)}  {path.name}\n" for path in paths))
+    lines = [f"{sha256_of(path)}  {path.name}\n" for path in paths]
+    (folder / SUMS).write_text("".join(lines))
 
 
 def _check_digests(folder: Path, read: list[Path]) -> None:
-    """Raises UserError where a file is not what SHA256SUMS says, or one that is `read` is not in that list; without the
-    list, nothing. That a file is missing is for its reader to say."""
+    """Raise UserError where a file is not what SHA256SUMS says, or is `read` and not in that list.
+
+    Without the list there is nothing to check. That a file is missing is for its reader to say.
+    """
     if not (folder / SUMS).is_file():
         return
-    lines = (folder / SUMS).read_text(errors="replace").splitlines()
-    listed = dict(reversed(line.partition("  ")[::2]) for line in lines)
+    digests = {}
+    for line in (folder / SUMS).read_text(errors="replace").splitlines():
+        digest, _, name = line.partition("  ")
+        digests[name] = digest
     for path in sorted(folder.iterdir()):
-        if path in read and path.name not in listed:
+        if path in read and path.name not in digests:
             raise UserError(
-                f"{folder}: {path.name} was added after the folder was saved; whoever did deletes {SUMS}"
+                f"{folder}: {path.name} was added after the folder was saved; "
+                f"whoever did deletes {SUMS}"
             )
-        if path.name in listed and _sha256(path, path.stat().st_ctime_ns) != listed[path.name]:
+        if path.name in digests and _sha256(path, path.stat().st_ctime_ns) != digests[path.name]:
             raise UserError(
-                f"{folder}: {path.name[:80]!r} is not the file that was saved, by its digest in {SUMS}; "
-                "whoever changed it on purpose deletes that list"
+                f"{folder}: {path.name[:80]!r} is not the file that was saved, "
+                f"by its digest in {SUMS}; whoever changed it on purpose deletes that list"
             )
 
 
 @lru_cache(1000)
 def _sha256(path: Path, _changed_ns: int) -> str:
-    """A file's SHA-256, computed once for each time that it was changed: a folder is looked at several times."""
+    """Return a file's SHA-256, computed once for each time that the file was changed.
+
+    A folder is looked at several times.
+    """
     return sha256_of(path)

@@ -1,4 +1,4 @@
-"""The model of a folder, loaded once its configuration, weights and tokenizer have been held against each other."""
+"""The model of a folder, loaded after its configuration, weights and tokenizer were compared."""
 
 import contextlib
 import logging
@@ -19,23 +19,31 @@ from qa_lib.model.qat import fill_quantized, quantize
 
 log = logging.getLogger(__name__)
 
-# Parts of a checkpoint that pretraining or an older transformers has left, and which no answer depends on.
-PRETRAINING = (
-    "cls", "lm_head", "pooler", "discriminator_predictions", "generator_predictions", "generator_lm_head", "decoder",
-    "vocab_transform", "vocab_layer_norm", "vocab_projector",
-)  # fmt: skip
+# Parts of a checkpoint that pretraining has left, and which no answer depends on.
+PRETRAINING = {
+    "cls",
+    "lm_head",
+    "pooler",
+    "discriminator_predictions",
+    "generator_predictions",
+    "generator_lm_head",
+    "decoder",
+    "vocab_transform",
+    "vocab_layer_norm",
+    "vocab_projector",
+}
+# Ends of the names of constants that an older transformers has left.
 CONSTANTS = ("masked_bias", "position_ids")
-one_at_a_time = (
-    threading.Lock()
-)  # while it loads, transformers changes its classes; two threads may leave them so
+# While it loads, transformers changes its classes; two threads may leave them so.
+one_at_a_time = threading.Lock()
 
 transformers_logging.disable_progress_bar()  # bars that are redrawn inside a run fill its notebook
-transformers_logging.set_verbosity_error()  # what its reports of loading say is held against the model here
+transformers_logging.set_verbosity_error()  # _check_names says what its reports of loading say
 
 
 @contextlib.contextmanager
 def as_user_error(source: str | Path) -> Iterator[None]:
-    """Whatever the libraries make of a damaged folder, as a UserError of one line that names it."""
+    """Turn whatever the libraries raise for a damaged folder into a UserError of one line."""
     try:
         yield
     except UserError:
@@ -45,24 +53,31 @@ def as_user_error(source: str | Path) -> Iterator[None]:
 
 
 def read_config(source: str | Path, task: str = "qa"):
-    """The configuration of a model's folder, or of a model of the hub, as transformers reads it. Raises UserError for
-    one that it cannot read, of an architecture that is not known for the task, or that asks for what is not built."""
+    """Return the configuration of a model's folder, or of a model of the hub.
+
+    Raises UserError for one that transformers cannot read, of an architecture that is not known for
+    the task, or that asks for what is not built.
+    """
     if Path(source).is_dir():
         inspect_checkpoint(Path(source))
     with as_user_error(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         encoder = find_encoder(config.model_type, str(source), task)
-        # How results are returned and computed is for the caller to say: none of it changes a number. An answer has a
-        # start and an end.
-        config.return_dict, config.chunk_size_feed_forward, config.num_labels = True, 0, 2
-        for name, usual in (("position_embedding_type", "absolute"), ("is_decoder", False)):
-            if (found := getattr(config, name, None) or usual) != usual:
+        # How results are returned and computed is for the caller to say: it changes no number.
+        config.return_dict = True
+        config.chunk_size_feed_forward = 0
+        config.num_labels = 2  # an answer's start and its end
+        for name, built in (("position_embedding_type", "absolute"), ("is_decoder", False)):
+            value = getattr(config, name, None) or built
+            if value != built:
                 raise UserError(
-                    f"{source}: {name} is {str(found)[:40]!r} in config.json, and {usual} alone is built"
+                    f"{source}: {name} is {str(value)[:40]!r} in config.json, "
+                    f"and {built} alone is built"
                 )
         if not encoder.causal and config.pad_token_id is None:
             raise UserError(
-                f"{source}: pad_token_id in config.json is null, and not the number of a token that pads"
+                f"{source}: pad_token_id in config.json is null, "
+                "and not the number of a token that pads"
             )
     return config
 
@@ -70,37 +85,45 @@ def read_config(source: str | Path, task: str = "qa"):
 def load(
     folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options
 ):
-    """The model of a folder that has weights, by a class of transformers like AutoModelForQuestionAnswering.
+    """Return the model of a folder that has weights.
 
-    `attention` is ours: a config may name one that transformers would download. `new_head` allows weights without the
-    head's, which are then random. Quantized weights (model/qat.py) come back as they were saved, and cannot be
-    trained. Raises UserError where config and weights do not belong together.
+    `head` is a class of transformers like AutoModelForQuestionAnswering. `attention` is for the
+    caller to say: a config may name one that transformers would download. `new_head` allows weights
+    without the head's, which are then random. Further `options` go to from_pretrained. Quantized
+    weights (model/qat.py) come back as they were saved, and cannot be trained. Raises UserError
+    where config and weights do not belong together.
     """
-    found, files = inspect_checkpoint(folder)
-    quantized = files == [folder / QUANTIZED]
-    if quantized and new_head:
+    config_json, files = inspect_checkpoint(folder)
+    is_quantized = files == [folder / QUANTIZED]
+    if is_quantized and new_head:
         raise UserError(f"{folder}: its weights are quantized, and train no more")
     config = read_config(folder, task)
     with as_user_error(folder), one_at_a_time:
         _check_sizes(folder, config, head, files)
-        if quantized:
+        if is_quantized:
             model = head.from_config(config, attn_implementation=attention)
-            quantize(model, found.get("quantized"))
+            quantize(model, config_json.get("quantized"))
             fill_quantized(model, folder)
             return model
-        options |= {
-            "local_files_only": True,
-            "trust_remote_code": False,
-            "attn_implementation": attention,
-        }
-        options |= {"use_safetensors": True, "output_loading_info": True}
-        model, loading = head.from_pretrained(folder, config=config, **options)
-    _check_names(folder, model, new_head, **loading)
+        model, loading = head.from_pretrained(
+            folder,
+            config=config,
+            **options,
+            local_files_only=True,
+            trust_remote_code=False,
+            attn_implementation=attention,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    _check_names(folder, model, new_head, loading["missing_keys"], loading["unexpected_keys"])
     return model
 
 
 def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
-    """Hold the config against the headers of the weights before anything of its sizes is built. Raises UserError."""
+    """Compare the config with the headers of the weights before anything of its sizes is built.
+
+    Raises UserError where they differ.
+    """
     stored = {}
     for file in files:
         with safe_open(file, "pt") as tensors:
@@ -114,60 +137,69 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
         model = head.from_config(config, attn_implementation="sdpa")
     for name, parameter in model.named_parameters():
         # An encoder that was saved without a head does without its prefix, too.
-        found = stored.get(name) or stored.get(name.removeprefix(f"{model.base_model_prefix}."))
-        if found is None:
+        bare_name = name.removeprefix(f"{model.base_model_prefix}.")
+        tensor = stored.get(name) or stored.get(bare_name)
+        if tensor is None:
             continue  # said after loading, which knows older names as well
-        if found.get_shape() != list(parameter.shape):
-            sizes = f"{found.get_shape()} in the weights, {list(parameter.shape)} by config.json"
+        if tensor.get_shape() != list(parameter.shape):
+            sizes = f"{tensor.get_shape()} in the weights, {list(parameter.shape)} by config.json"
             raise UserError(f"{folder}: {name} is {sizes}")
-        if found.get_dtype() not in ("F64", "F32", "F16", "BF16"):
+        if tensor.get_dtype() not in ("F64", "F32", "F16", "BF16"):
             raise UserError(
-                f"{folder}: {name} holds {found.get_dtype()}, no floating-point numbers"
+                f"{folder}: {name} holds {tensor.get_dtype()}, no floating-point numbers"
             )
 
 
-def _check_names(folder: Path, model, new_head: bool, missing_keys, unexpected_keys, **_) -> None:
-    """Say which weights no part of the model takes. Raises UserError for those of its own layers: an adapter's, say,
-    which would change what it computes; and for those that it lacks."""
-    for name in sorted(missing_keys):
+def _check_names(folder: Path, model, new_head: bool, missing, unexpected) -> None:
+    """Warn of weights that no part of the model takes.
+
+    `missing` and `unexpected` are names of weights. Raises UserError for weights that the model
+    lacks, and for unexpected ones of its own layers: an adapter's, say, which would change what it
+    computes.
+    """
+    for name in sorted(missing):
         if not new_head or name.startswith(f"{model.base_model_prefix}."):
             raise UserError(f"{folder}: the weights lack {name}, which would be left random")
-    parts, surplus = dict(model.named_children()), []
-    for name in sorted(unexpected_keys):
-        if {*name.split(".")[:2]} & {*PRETRAINING} or name.endswith(CONSTANTS):
+    children = dict(model.named_children())
+    unused = []
+    for name in sorted(unexpected):
+        first, *rest = name.split(".")
+        if PRETRAINING & {first, *rest[:1]} or name.endswith(CONSTANTS):
             continue
-        if name.split(".")[0] in parts or "lora_" in name:
+        if first in children or "lora_" in name:
             raise UserError(
-                f"{folder}: the weights have {name[:80]}, for which a {type(model).__name__} has no place"
+                f"{folder}: the weights have {name[:80]}, "
+                f"for which a {type(model).__name__} has no place"
             )
-        surplus.append(name)
-    if surplus:
+        unused.append(name)
+    if unused:
         log.warning(
             "%s: %d weights are of no use here and are left out, such as %.80s",
             folder,
-            len(surplus),
-            surplus[0],
+            len(unused),
+            unused[0],
         )
 
 
 def check_tokenizer(folder: str | Path, tokenizer, model) -> None:
-    """Whether a tokenizer's tokens and inputs are those of a model. Raises UserError."""
+    """Raise UserError where a tokenizer's tokens or inputs are not those of a model."""
     config = model.config
     tokens = max(tokenizer.get_vocab().values(), default=-1) + 1
     if tokens > config.vocab_size:
         raise UserError(
             f"{folder}: {tokens} tokens in the tokenizer, {config.vocab_size} in the model"
         )
-    if (
-        "token_type_ids" in tokenizer.model_input_names
-        and getattr(config, "type_vocab_size", 2) < 2
-    ):
+    has_types = "token_type_ids" in tokenizer.model_input_names
+    if has_types and getattr(config, "type_vocab_size", 2) < 2:
         raise UserError(
-            f"{folder}: the tokenizer tells question and paragraph apart, the model has one token type"
+            f"{folder}: the tokenizer tells question and paragraph apart, "
+            "the model has one token type"
         )
-    # RoBERTa counts positions by it, and BERT never trains its embedding. GPT-2, which has none, never pads.
-    own, padding = tokenizer.pad_token_id, getattr(config, "pad_token_id", None)
-    if own != padding and not encoder_of(model).causal:
+    # RoBERTa counts positions by the token that pads, and BERT never trains its embedding. GPT-2,
+    # which has none, never pads.
+    padding = getattr(config, "pad_token_id", None)
+    if tokenizer.pad_token_id != padding and not encoder_of(model).causal:
         raise UserError(
-            f"{folder}: the tokenizer pads with token {own}, pad_token_id in config.json is {padding}"
+            f"{folder}: the tokenizer pads with token {tokenizer.pad_token_id}, "
+            f"pad_token_id in config.json is {padding}"
         )

@@ -1,19 +1,23 @@
-"""Gradient noise scale, statistical efficiency and goodput: what a larger batch is worth (variants of family P).
+"""Gradient noise scale, statistical efficiency and goodput: what a larger batch is worth.
 
-A step of twice the samples is not twice the progress: the gradient of a batch is that of all data plus noise, and
-once the noise is small, less of it helps little. McCandlish et al. (2018) measure this by the noise scale phi = tr(S)
-/ |G|^2, where G is the mean of the samples' gradients and S their covariance: a batch below phi samples is mostly
-noise, one above it mostly signal. Pollux (Qiao et al. 2021) makes of it the efficiency of a batch, its progress by
-sample relative to a batch of reference, and goodput, samples a second times that efficiency. phi belongs to weights
-and data: how a batch is spread over GPUs does not change it.
+The variants of family P measure it.
 
-Neither |G|^2 nor tr(S) can be seen, but each process's gradient and their mean are two batches of different size, and
-the expected square of a gradient's norm is |G|^2 + tr(S) / batch. Two sizes give both unknowns. They are averaged over
-steps each by itself and divided then: the ratio of one step is biased and has no mean. A process alone compares its
-first micro-batch with all of them.
+A step of twice the samples is not twice the progress: the gradient of a batch is that of all data
+plus noise, and once the noise is small, less of it helps little. McCandlish et al. (2018) measure
+this by the noise scale phi = tr(S) / |G|^2, where G is the mean of the samples' gradients and S
+their covariance: a batch below phi samples is mostly noise, one above it mostly signal. Pollux
+(Qiao et al. 2021) makes of it the efficiency of a batch, its progress by sample relative to a batch
+of reference, and goodput, samples a second times that efficiency. phi belongs to weights and data:
+how a batch is spread over GPUs does not change it.
 
-`StepStats` keeps these norms, and what else a process sees of its steps beside their times: how long it waited, what it
-computed. All of it is kept without waiting for the device, and read when the run has been timed.
+Neither |G|^2 nor tr(S) can be seen, but each process's gradient and their mean are two batches of
+different size, and the expected square of a gradient's norm is |G|^2 + tr(S) / batch. Two sizes
+give both unknowns. They are averaged over steps each by itself and divided then: the ratio of one
+step is biased and has no mean. A process alone compares its first micro-batch with all of them.
+
+`StepStats` keeps these norms, and what else a process sees of its steps beside their times: how
+long it waited, what it computed. All of it is kept without waiting for the device, and read when
+the run has been timed.
 """
 
 import collections
@@ -25,83 +29,106 @@ from qa_lib.measure.meter import elapsed
 from qa_lib.presets import Preset
 from qa_lib.record import Noise
 
-REFERENCE = (
-    Preset.effective_batch
-)  # samples of the batch whose efficiency is 1: that of the reference project
-KEPT = 100  # steps that a pipeline's bubble is measured over, the last
-# What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of twice as many leaves
-# its square. So the means reach back over as many samples whatever the batch, and noise scales of different batches
-# tell of the same part of a training. AdaptDL, the code of Pollux, scales its smoothing by the batch in this way.
+# Samples of the batch whose efficiency is 1: that of the reference project.
+REFERENCE = Preset.effective_batch
+KEPT = 100  # the last steps, over which a pipeline's bubble is measured
+# What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of
+# twice as many leaves its square. So the means reach back over as many samples whatever the batch,
+# and noise scales of different batches tell of the same part of a training. AdaptDL, the code of
+# Pollux, scales its smoothing by the batch in this way.
 SMOOTHING = 0.999
 
 
 def noise(own: float, mean: float, parts: int, samples: int) -> Noise:
-    """|G|^2 (`sqr`) and tr(S) of a sample (`var`), from the mean square norm of the gradient of one of a step's equal
-    `parts`, which has so many `samples`, and that of the mean of all; unbiased, so that each may come out negative
-    where steps are few. McCandlish et al., appendix A.1."""
+    """Return |G|^2 (`sqr`) and tr(S) of a sample (`var`), by McCandlish et al., appendix A.1.
+
+    `own` is the mean square norm of the gradient of one of a step's equal `parts`, which has so
+    many `samples`; `mean` is the square norm of the mean over all parts. The results are unbiased,
+    so that each may come out negative where steps are few.
+    """
     sqr = (parts * mean - own) / (parts - 1)
     return Noise(sqr=sqr, var=(own - mean) * parts * samples / (parts - 1))
 
 
 def noise_scale(noise: Noise) -> float | None:
-    """phi, in samples; None where the noise has hidden the gradient."""
-    return None if noise.sqr is None or noise.sqr <= 0 or noise.var < 0 else noise.var / noise.sqr
+    """Return phi, in samples; None where the noise has hidden the gradient."""
+    if noise.sqr is None or noise.sqr <= 0 or noise.var < 0:
+        return None
+    return noise.var / noise.sqr
 
 
 def efficiency(noise: Noise, batch: int) -> float | None:
-    """Progress by sample with that batch, relative to REFERENCE: (phi + M0) / (phi + M), equation 7 of Pollux. None
-    where the noise has hidden the gradient."""
+    """Return the progress by sample with batch M, relative to REFERENCE, which is M0.
+
+    It is (phi + M0) / (phi + M), equation 7 of Pollux; None where the noise has hidden the
+    gradient.
+    """
     phi = noise_scale(noise)
     return None if phi is None else (phi + REFERENCE) / (phi + batch)
 
 
 class StepStats:
-    """What one process of a run has measured of its steps; `ranks` is the ProcessGroup that owns it.
+    """What one process of a run has measured of its steps; `ranks` is its ProcessGroup.
 
-    `norms` are note_norms' running means, and `waits` the stopwatches of a pipeline: for each step its laps of
-    computing, and the passes as a whole. `overlap` is what measure/trace.py has found, empty where nothing was asked.
+    `norms` are note_norms' running means. `waits` are the stopwatches of a pipeline: for each step
+    its laps of computing, and the passes as a whole. `overlap` is what trace.overlap has found,
+    empty where nothing was asked.
     """
 
     def __init__(self, ranks):
-        self.ranks, self.overlap = ranks, {}
+        self.ranks = ranks
+        self.overlap = {}
         self.norms = torch.zeros(2, device=ranks.device)
         self.waits = collections.deque(maxlen=KEPT)
 
     def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
-        """Keep for the gradient noise scale the square norms of the gradient of this process's part of a step and of
-        the whole step's (scalars): running means over the last REFERENCE / (1 - SMOOTHING) samples."""
+        """Keep two square norms for the gradient noise scale (scalars on the device).
+
+        They are those of the gradient of this process's part of a step and of the whole step's.
+        Kept are running means over the last REFERENCE / (1 - SMOOTHING) samples.
+        """
         if self.ranks.parts > 1:
             self.norms.lerp_(torch.stack([own, mean]), 1 - self.kept(1))
 
     def kept(self, steps: int) -> float:
-        """What so many steps leave of the running means before them."""
+        """Return the share that so many steps leave of the running means before them."""
         return SMOOTHING ** (steps * self.ranks.batch / REFERENCE)
 
     def noise(self, steps: int) -> Noise:
-        """What the norms of so many steps say (`noise`), empty where none were noted. All processes call
-        this together; it waits for the device."""
+        """Return the noise by the norms of so many steps, empty where none were noted.
+
+        All processes call this together; it waits for the device.
+        """
         ranks = self.ranks
-        norms = (
-            ranks.mean(self.norms.clone()) * ranks.stages
-        )  # the square norms of a pipeline's stages add up
+        # The square norms of a pipeline's stages add up.
+        norms = ranks.mean(self.norms.clone()) * ranks.stages
         if not norms.any() or not norms.isfinite().all():
             return Noise()
         own, mean = (norms / (1 - self.kept(steps))).tolist()  # the running means began at 0
-        found = noise(own, mean, ranks.parts, ranks.batch // ranks.parts)
-        found.steps = steps
-        return found
+        result = noise(own, mean, ranks.parts, samples=ranks.batch // ranks.parts)
+        result.steps = steps
+        return result
 
     def pipelined(self) -> tuple[float, float] | None:
-        """The seconds of a step in which this stage of a pipeline computes, and those from the begin of its passes to
-        their end: means over the last KEPT steps. Waits for the device."""
+        """Return the seconds of a step in which this stage of a pipeline computes, and all.
+
+        The latter are those from the begin of its passes to their end. Both are means over the last
+        KEPT steps; None without a pipeline. Waits for the device.
+        """
+        if not self.waits:
+            return None
         steps = [(sum(map(elapsed, laps)), elapsed(passes)) for laps, passes in self.waits]
-        return tuple(torch.tensor(steps).mean(0).tolist()) if steps else None
+        return tuple(torch.tensor(steps).mean(0).tolist())
 
     def note_overlap(self, step: Callable[[], object]) -> None:
-        """Measure what communication costs a step, by some more of them, which all processes make together."""
+        """Measure what communication costs a step, by making some more of them.
+
+        All processes call this together.
+        """
         from qa_lib.measure.trace import overlap  # which imports pandas, and no other run needs it
 
-        waits, norms = self.waits.copy(), self.norms.clone()
+        waits = self.waits.copy()
+        norms = self.norms.clone()
         self.overlap = overlap(step, self.ranks.device)
         self.waits = waits
         self.norms.copy_(norms)  # in place: a CUDA graph writes there

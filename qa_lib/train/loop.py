@@ -1,7 +1,8 @@
-"""The training loop. `train` runs all variants except those of the Trainer (trainer.py) and of plain PyTorch
-(plain.py). What a variant changes is in the technique's own file.
+"""The training loop.
 
-`OptimizerStep` is the step that textbooks show, forward, backward, clip, step; `train` repeats it and keeps books.
+`train` runs all variants except those of the Trainer (trainer.py) and of plain PyTorch (plain.py).
+What a variant changes is in the technique's own file. `OptimizerStep` is the step that textbooks
+show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
 
 import time
@@ -60,20 +61,22 @@ class OptimizerStep:
         hooks: Hooks,
         ranks: ProcessGroup,
     ):
-        self.model, self.precision, self.hooks = model, precision, hooks
-        self.strategy = STRATEGIES[spec.settings.parallel](model, ranks, spec.settings)
-        forward = Packed(model, batches.limits) if spec.settings.padding == "packed" else model
-        loss = spec.settings.loss
-        forward = (
-            LossOf(forward)
-            if loss == "native"
-            else ChunkedLossOf(forward, fp8=loss == "chunked-fp8")
-        )
+        settings = spec.settings
+        self.model = model
+        self.precision = precision
+        self.hooks = hooks
+        self.strategy = STRATEGIES[settings.parallel](model, ranks, settings)
+        forward = Packed(model, batches.limits) if settings.padding == "packed" else model
+        if settings.loss == "native":
+            forward = LossOf(forward)
+        else:
+            forward = ChunkedLossOf(forward, fp8=settings.loss == "chunked-fp8")
         self.forward = self.strategy.wrapped(forward)
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
-        # The cudagraphs backend returns gradients in memory which its next replay writes over. Where a further
-        # micro-batch must add to them, they need memory of their own, for the whole run.
-        self.keep_gradients = spec.settings.compile == "cudagraphs" and spec.accumulation > 1
+        # The cudagraphs backend returns gradients in memory which its next replay writes over.
+        # Where another micro-batch must add to them, they need memory of their own, for the
+        # whole run.
+        self.keep_gradients = settings.compile == "cudagraphs" and spec.accumulation > 1
         if self.keep_gradients:
             for parameter in trained(model):
                 parameter.grad = torch.zeros_like(parameter)
@@ -81,22 +84,20 @@ class OptimizerStep:
     def __call__(
         self, micro_batches: list[dict[str, torch.Tensor]], parts: list[float]
     ) -> torch.Tensor:
-        """One step on model inputs that are on the device; the mean loss, which stays there.
+        """Do one step on model inputs on the device; return the mean loss, which stays there.
 
-        Each micro-batch is one of `parts` equal parts of what this process does in the step, where all have the same
-        number of samples, and counts accordingly more or less where they have not.
+        A micro-batch is the part 1 / `parts` of what this process does in the step: its loss is
+        divided by that number, which differs between micro-batches of different size.
         """
-        scaler, optimizer, hooks, strategy = (
-            self.precision.scaler,
-            self.optimizer,
-            self.hooks,
-            self.strategy,
-        )
+        scaler = self.precision.scaler
+        optimizer = self.optimizer
+        strategy = self.strategy
         strategy.begin()
-        mean_loss = (strategy.forward_backward or self.forward_backward)(micro_batches, parts)
-        with hooks.phase("reduce"):
+        forward_backward = strategy.forward_backward or self.forward_backward
+        mean_loss = forward_backward(micro_batches, parts)
+        with self.hooks.phase("reduce"):
             strategy.reduce_grads()
-        with hooks.phase("optimizer"):
+        with self.hooks.phase("optimizer"):
             unscale(optimizer, scaler)
             strategy.sync_found_inf(scaler, optimizer)
             clip(optimizer, strategy.global_norm)
@@ -107,7 +108,7 @@ class OptimizerStep:
         return mean_loss
 
     def forward_backward(self, micro_batches, parts) -> torch.Tensor:
-        """Forward and backward pass of one micro-batch after the other; the mean loss."""
+        """Do forward and backward pass of one micro-batch after the other; return the mean loss."""
         mean_loss = torch.zeros((), device=self.precision.device)
         for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
@@ -129,38 +130,42 @@ def train(
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
-    """Train `model` in place for all of the batches' steps; resumes from the run's checkpoint if there is one.
+    """Train `model` in place for all steps of the batches, from the run's checkpoint on.
 
-    Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the optimizer, the meter,
-    the number of steps that were done before, and what is to be said of a checkpoint. Raises StepFailed.
-    `ranks` are the processes that train together and have joined: all of them call this, and the first writes.
+    Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the
+    optimizer, the meter, the number of steps that were done before, and what is to be said of a
+    checkpoint. Raises StepFailed. `ranks` are the processes that train together and have joined:
+    all of them call this, and the first writes.
     """
-    device, precision = ranks.device, Precision(spec.settings, ranks.device)
+    settings = spec.settings
+    device = ranks.device
+    precision = Precision(settings, device)
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
-    # Of dropout: the weights have been drawn already.
+    # This is dropout's seed: the weights have been drawn already.
     torch.manual_seed(spec.seed + (0 if step.strategy.draws_alike else ranks.rank))
-    take_step = GraphedStep(step) if spec.settings.cuda_graph else step
+    take_step = GraphedStep(step) if settings.cuda_graph else step
     checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.strategy)
     begin, note = checkpoint.load()
     log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
-    if device.type == "cuda" and (spec.settings.compile, spec.settings.norms) == ("none", "fused"):
-        inputs = batches.collate(ranks.local_micro_batches(batches.step(0))[0], device)
+    if device.type == "cuda" and settings.compile == "none" and settings.norms == "fused":
+        first_samples = ranks.local_micro_batches(batches.step(0))[0]
+        inputs = batches.collate(first_samples, device)
         with precision.autocast():
             compile_kernels(lambda: step.forward(**inputs), model)
-    # From the step after which compilation allocates no more. The cudagraphs backend records its graphs in the first,
-    # and a replay allocates nothing that would be seen.
-    meter = Meter(
-        device, spec.preset.measure_from, 0 if spec.settings.compile == "cudagraphs" else PEAK_FROM
-    )
+    # The memory's peak counts from the step after which compilation allocates no more. The
+    # cudagraphs backend records its graphs in the first, and a replay allocates nothing that would
+    # be seen.
+    peak_from = 0 if settings.compile == "cudagraphs" else PEAK_FROM
+    meter = Meter(device, spec.preset.measure_from, peak_from)
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
         set_rate(step.optimizer, rate)
         begun = time.perf_counter()
-        together = batches.step(number - 1)
-        micro_batches = ranks.local_micro_batches(together)
-        share = sum(map(len, together)) / ranks.replicas
+        all_micro_batches = batches.step(number - 1)
+        micro_batches = ranks.local_micro_batches(all_micro_batches)
+        share = sum(map(len, all_micro_batches)) / ranks.replicas
         parts = [share / len(samples) for samples in micro_batches]
         try:
             inputs = [batches.collate(samples, device) for samples in micro_batches]
@@ -168,18 +173,16 @@ def train(
             loss = take_step(inputs, parts)
         except Exception as problem:
             raise StepFailed(number) from problem
-        saves = (
-            checkpoint.every > 0 and number % checkpoint.every == 0 and number < batches.steps
-        )  # not the last
+        is_last = number == batches.steps
+        saves = checkpoint.every > 0 and number % checkpoint.every == 0 and not is_last
         log.step(meter, batches.tokens(micro_batches), loss, rate, write=saves)
         if saves:
             step.strategy.finish()
             checkpoint.save(number)
             meter.resume()
         hooks.finished(number)
-    if (
-        ranks.world > 1 and not spec.preset.quality and begin < batches.steps
-    ):  # else they would change what is scored
+    # More steps would change a model that is scored.
+    if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:
         ranks.stats.note_overlap(lambda: take_step(inputs, parts))
     step.strategy.finish()
     return step.optimizer, meter, begin, note

@@ -1,41 +1,50 @@
-"""AdamW for weights in half precision: masters and moments beside them, updated in one pass (variants E-masters and
-E-dropout-moments).
+"""AdamW for weights in half precision: masters and moments beside them, updated in one pass.
 
-Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every forward pass. Here
-the model itself is in bf16, or in fp16 where a GPU has no other (variants E-t4-masters, E-t4-norm): no casts, and
-weights, gradients and activations of half the bytes. What that would lose is in the update. bf16 has 8 bits of
-mantissa, so a step smaller than 1/256 of a weight, as most are in fine-tuning, rounds to nothing. There is therefore an
-fp32 number behind each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight
+Variants E-masters and E-dropout-moments have it.
+
+Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every
+forward pass. Here the model itself is in bf16, or in fp16 where a GPU has no other (variants
+E-t4-masters, E-t4-norm): no casts, and weights, gradients and activations of half the bytes. What
+that would lose is in the update. bf16 has 8 bits of mantissa, so a step smaller than 1/256 of a
+weight, which most are in fine-tuning, rounds to nothing. There is therefore an fp32 number behind
+each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight
 is the master's rounding.
 
-**Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits beside the weight are
-enough. They are kept as a whole number, the *low bits*: how many of its own last places the master lies above or below
-the weight, from -32,768 to 32,767. The bits of the weight plus the low bits are those of the master, exactly. A master
-half-way between two weights, one in 65,536, is rounded away from zero. A cast would take the even one of the two, which
-would then stand for 65,537 masters, one more than 16 bits can tell apart.
+**Half of the master is in the weight already.** bf16 is the upper half of fp32, so that 16 bits
+beside the weight are enough. They are kept as a whole number, the *low bits*: how many of its own
+last places the master lies above or below the weight, from -32,768 to 32,767. The bits of the
+weight plus the low bits are those of the master, exactly. A master half-way between two weights,
+one in 65,536, is rounded away from zero. A cast would take the even one of the two, which would
+then stand for 65,537 masters, one more than 16 bits can tell apart.
 
-**fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its low bits are what
-the weight's rounding has left, in fp16 as well and times 2^11, by which it is smaller than the weight. Both together
-have 22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep the scale of the loss (train/optim.py), since
-without it the small ones would be lost; they are divided by it here. Where it was too large, nothing may change: a CUDA
-graph cannot leave a kernel out, but the kernel's programs can end at once.
+**fp16 is not the upper half of fp32**: it has 3 more bits of mantissa and 3 fewer of exponent. Its
+low bits are what the weight's rounding has left, in fp16 too and times 2^11, by which it is smaller
+than the weight. Both together have 22 bits of mantissa, where fp32 has 24. Gradients in fp16 keep
+the scale of the loss (train/optim.py), since without it the small ones would be lost; they are
+divided by it here. Where it was too large, nothing may change: a CUDA graph cannot leave a kernel
+out, but the kernel's programs can end at once.
 
-**Moments in bf16** (variant E-dropout-moments) take stochastic rounding. A step keeps 999 parts in 1,000 of the second
-moment, and no two numbers of bf16 are that close: rounded to nearest, the moment would never fall, and only gradients
-about twice as large as its root would raise it. Rounded up with the probability with which it lies near the next number
-(Gupta et al. 2015), it stands still in most steps, moves far enough in some, and is right on average. The random bits
-are a hash of step and of the element's number in the optimizer, as dropout's are (kernels/common.py): a run repeats, a
-CUDA graph rounds anew in each replay, and processes that make the same update agree. Moments in
-8 bits (kernels/eight_bit.py, variant E-recompute-8bit) are rounded by the same random bits.
+**Moments in bf16** (variant E-dropout-moments) take stochastic rounding. A step keeps 999 parts in
+1,000 of the second moment, and no two numbers of bf16 are that close: rounded to nearest, the
+moment would never fall, and only gradients about twice as large as its root would raise it. Rounded
+up with the probability with which it lies near the next number (Gupta et al. 2015), it stands still
+in most steps, moves far enough in some, and is right on average. The random bits are a hash of step
+and of the element's number in the optimizer, like dropout's (kernels/common.py): a run repeats, a
+CUDA graph rounds anew in each replay, and processes that make the same update agree. Moments in 8
+bits (kernels/eight_bit.py, variant E-recompute-8bit) are rounded by the same random bits.
 
-An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels, each of which reads
-and writes every parameter. On a GPU it is one pass, by a Triton kernel of our own that takes many tensors in a call, as
-PyTorch's fused AdamW does. It moves 26 bytes a parameter: 2 of gradient, 4 of weight, 4 of
-low bits and 16 of moments. With moments in bf16, which are 8, it moves 18. The norm of the gradients reads 2 more. The
-compiler makes the same pass out of the plain one, but of some hundred tensors it has to look at each: that took more
-seconds than all of the model. The plain one is what runs on a CPU, and what the tests hold the kernel to. The kernel is
-for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in fp16 do on a T4's 7.5.
+An optimizer's step does little arithmetic on much memory. Written plainly it runs some ten kernels,
+each of which reads and writes every parameter. On a GPU it is one pass, by a Triton kernel of our
+own that takes many tensors in a call, like PyTorch's fused AdamW. It moves 26 bytes a parameter: 2
+of gradient, 4 of weight, 4 of low bits and 16 of moments. With moments in bf16, which are 8, it
+moves 18. The norm of the gradients reads 2 more. PyTorch's compiler makes the same pass out of the
+plain one, but of some hundred tensors it has to look at each: that took more seconds than all of
+the model. The plain one is what runs on a CPU, and what the tests hold the kernel to. The kernel is
+for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in fp16 do on a T4's
+7.5.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -45,54 +54,58 @@ from qa_lib.kernels import eight_bit
 from qa_lib.kernels.common import hash32, hash32_kernel, jit, launch, tl
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 
-ALIGN = 16  # elements: the kernels read 16 bytes at a time where sizes and beginnings are multiples of so many
-FINER = 2.0**11  # times so much an fp16 weight's low bits are kept
-COLUMNS = (
-    "low_bits",
-    "exp_avg",
-    "exp_avg_sq",
-    "scales",
-    "first",
-)  # of a parameter's state, as the update takes them
-COUNT = 16  # tensors of a call
+# The kernels read 16 bytes at a time where sizes and beginnings are multiples of so many elements.
+ALIGN = 16
+FINER = 2.0**11  # by which an fp16 weight's low bits are multiplied
+# The type of a weight's low bits, by the weight's.
+LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}
+# What of a parameter's state the update takes, in its order.
+COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")
+COUNT = 16  # tensors of a call of a kernel
 NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
-GOLDEN = (
-    0x9E3779B1 - 2**32
-)  # odd, and far from 0 as int32: seeds of neighbouring steps lie far apart
+# Odd, and far from 0 in int32, so that the seeds of neighbouring steps lie far apart.
+GOLDEN = 0x9E3779B1 - 2**32
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW without weight decay (Kingma and Ba 2015, Loshchilov and Hutter 2019) over masters of half-precision
-    parameters.
+    """AdamW without weight decay over masters of half-precision parameters.
 
-    A master begins as the parameter is when the optimizer is made, so with the bits that a cast to half precision has
-    left. Nothing waits for the device: rate and step count are tensors on it. Gradients are taken as if clipped to the
-    norm `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32, bf16, or
-    uint8 for codes.
-    Parameters are contiguous, and all in bf16 or all in fp16.
+    (Kingma and Ba 2015, Loshchilov and Hutter 2019.) A master begins as its parameter is when the
+    optimizer is made, so with the bits that a cast to half precision has left. Nothing waits for
+    the device: rate and step count are tensors on it. Gradients are taken as if clipped to the norm
+    `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32,
+    bf16, or uint8 for codes. Parameters are contiguous, and all in bf16 or all in fp16.
     """
 
-    # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the gradients, and more
-    # than 0 where one of them is not finite.
+    # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the
+    # gradients, and a number above 0 where one of them is not finite.
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 
-    def __init__(self, parameters, lr: torch.Tensor, max_norm: float, moments=torch.float32):
+    def __init__(
+        self,
+        parameters: list[torch.nn.Parameter],
+        lr: torch.Tensor,
+        max_norm: float,
+        moments: torch.dtype = torch.float32,
+    ):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
-        self.global_norm = lambda norm: (
-            norm
-        )  # of all gradients, where it has a share of them (train/data_parallel.py)
-        parameters, elements = self.param_groups[0]["params"], 0
+        # The norm of all gradients from that of these; a process with a share of them replaces it
+        # (train/data_parallel.py).
+        self.global_norm = lambda norm: norm
+        parameters = self.param_groups[0]["params"]
+        elements = 0
         for parameter in parameters:
             blocks = -(-parameter.numel() // eight_bit.BLOCK) if moments == torch.uint8 else 0
             self.state[parameter] = {
                 "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
                 "exp_avg": torch.zeros_like(parameter, dtype=moments),
                 "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
-                # Of moments in 8 bits: for each block that of the first moment, and that of the root of the second.
+                # Moments in 8 bits have two scales a block: the first moment's, and that of the
+                # root of the second.
                 "scales": parameter.new_zeros(blocks, 2, dtype=torch.float32),
                 "step": torch.zeros((), device=parameter.device),
                 # The number of its first element in this optimizer, for random bits of its own.
@@ -105,92 +118,120 @@ class MasterAdamW(torch.optim.Optimizer):
     def _compile_kernels(self, parameters: list[torch.nn.Parameter]) -> None:
         """Have the kernels compiled for what they will work on (kernels/common.py)."""
         with FakeTensorMode() as mode:
+            weights = [mode.from_tensor(p) for p in parameters]
+            gradients = weights  # a gradient is like its parameter
             columns = [
-                [mode.from_tensor(p) for p in parameters]
-            ] * 2  # a gradient is like its parameter
-            for name in COLUMNS:
-                columns.append([mode.from_tensor(self.state[p][name]) for p in parameters])
+                [mode.from_tensor(self.state[p][name]) for p in parameters] for name in COLUMNS
+            ]
             number = torch.empty((), device=parameters[0].device)
-            skip = (
-                number if parameters[0].dtype == torch.float16 else None
-            )  # whose loss has a scale
-            _norm_by_kernel(columns[1])
+            # A loss has a scale where weights are in fp16, and then a step may be skipped.
+            skip = number if parameters[0].dtype == torch.float16 else None
+            beta1, beta2 = self.defaults["betas"]
+            _norm_by_kernel(gradients)
             _update_by_kernel(
-                *columns, *[number] * 4, *self.defaults["betas"], self.defaults["eps"], skip
+                weights,
+                gradients,
+                *columns,
+                step=number,
+                factor=number,
+                rate=number,
+                growth=number,
+                beta1=beta1,
+                beta2=beta2,
+                eps=self.defaults["eps"],
+                skip=skip,
             )
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
-        """One update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         (group,) = self.param_groups
         parameters = [p for p in group["params"] if p.grad is not None]
         gradients = [p.grad.contiguous() for p in parameters]
-        on_gpu, skip = parameters[0].is_cuda, None
-        norm = self.global_norm((_norm_by_kernel if on_gpu else _norm)(gradients))
+        on_gpu = parameters[0].is_cuda
+        norm = self.global_norm(_norm_by_kernel(gradients) if on_gpu else _norm(gradients))
         steps = [self.state[p]["step"] for p in parameters]
         if self.grad_scale is None:
+            skip = None
             factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
             torch._foreach_add_(steps, 1)
         else:
-            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(
-                max=1.0
-            ) / self.grad_scale
             skip = self.found_inf
-            # A tensor each: of one for all, PyTorch asks the device for its value, which a capture forbids.
+            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0)
+            factor = factor / self.grad_scale
+            # A tensor each: of one for all, PyTorch asks the device for its value, which a capture
+            # forbids.
             torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
         step = steps[0]  # all parameters are updated in every step
         beta1, beta2 = group["betas"]
-        rate, growth = group["lr"] / (1 - torch.pow(beta1, step)), 1 / (1 - torch.pow(beta2, step))
+        scalars = {
+            "step": step,
+            "factor": factor,
+            "rate": group["lr"] / (1 - torch.pow(beta1, step)),
+            "growth": 1 / (1 - torch.pow(beta2, step)),
+            "beta1": beta1,
+            "beta2": beta2,
+            "eps": group["eps"],
+            "skip": skip,
+        }
         columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
-        values = step, factor, rate, growth, beta1, beta2, group["eps"], skip
         if on_gpu:
-            _update_by_kernel(parameters, gradients, *columns, *values)
-        else:
-            for tensors in zip(parameters, gradients, *columns, strict=True):
-                update(*tensors, *values)
+            _update_by_kernel(parameters, gradients, *columns, **scalars)
+            return
+        for tensors in zip(parameters, gradients, *columns, strict=True):
+            update(*tensors, **scalars)
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all elements of some tensors, in fp32."""
+    """Return the norm of all elements of some tensors, in fp32."""
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
 
 
 def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """As `_norm`, of tensors of one type."""
+    """Return what `_norm` returns, for tensors of one type on a GPU."""
     calls = list(_calls(tensors))
     programs = [sum(-(-size // NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
     sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
-    for ((part,), sizes), own in zip(calls, sums.split(programs), strict=True):
-        launch(square_sums, (len(own),), part, sizes, own, COUNT=len(sizes), **NORM)
+    for ((call_tensors,), sizes), call_sums in zip(calls, sums.split(programs), strict=True):
+        launch(
+            square_sums,
+            (len(call_sums),),
+            tensors=call_tensors,
+            sizes=sizes,
+            sums=call_sums,
+            COUNT=len(sizes),
+            **NORM,
+        )
     return sums.sum().sqrt()
 
 
-def _calls(*columns: list[torch.Tensor]):
-    """What the kernels take in each call: as many tuples as there are columns, whose tensors belong together, and the
-    sizes of the tensors. One size that is no multiple of ALIGN slows its whole call, so that these come last."""
-    together = sorted(
-        zip(*columns, strict=True), key=lambda one: (one[0].numel() % ALIGN > 0, -one[0].numel())
-    )
-    for begin in range(0, len(together), COUNT):
-        call = together[begin : begin + COUNT]
-        yield tuple(zip(*call, strict=True)), tuple(one[0].numel() for one in call)
+def _calls(*columns: list[torch.Tensor]) -> Iterator[tuple[tuple[tuple, ...], tuple[int, ...]]]:
+    """Yield what a kernel takes in each call: for each column a tuple of its tensors, and sizes.
 
+    Tensors at the same place of all columns belong together; `sizes` are those of the first
+    column's. One size that is no multiple of ALIGN slows its whole call, so that these come last.
+    """
 
-LOW_TYPES = {
-    torch.bfloat16: torch.int16,
-    torch.float16: torch.float16,
-}  # the type of a weight's low bits
+    def order(row):
+        size = row[0].numel()
+        return size % ALIGN > 0, -size
+
+    rows = sorted(zip(*columns, strict=True), key=order)
+    for begin in range(0, len(rows), COUNT):
+        call = rows[begin : begin + COUNT]
+        sizes = tuple(row[0].numel() for row in call)
+        yield tuple(zip(*call, strict=True)), sizes
 
 
 def master_of(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """The fp32 master of a weight in half precision."""
+    """Return the fp32 master of a weight in half precision."""
     if weight.dtype == torch.float16:
         return weight.float() + low.float() / FINER
     return (weight.float().view(torch.int32) + low.int()).view(torch.float32)
 
 
 def halves(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """An fp32 master as its rounding to half precision, in fp32 still, and the low bits."""
+    """Return the rounding of an fp32 master to half precision, in fp32 still, and the low bits."""
     if dtype == torch.float16:
         weight = master.half().float()
         return weight, (master - weight) * FINER
@@ -199,75 +240,100 @@ def halves(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torc
 
 
 def upper(value: torch.Tensor, addend: int | torch.Tensor) -> torch.Tensor:
-    """An fp32 tensor with `addend` added to its bits and the lower 16 of these then cut off, so that it fits bf16. Half
-    of what 16 bits can count rounds to nearest, a random addend stochastically."""
+    """Return an fp32 tensor with `addend` added to its bits and the lower 16 of these cut off.
+
+    The result fits bf16. Half of what 16 bits can count rounds to nearest, a random addend
+    stochastically.
+    """
     cut = ((value.view(torch.int32) + addend) & -(1 << 16)).view(torch.float32)
     return torch.where(value.isnan(), value, cut)  # the sum turns the NaN that GPUs make into zero
 
 
 def random_bits(value: torch.Tensor, first: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """int32 in the shape of `value`: 32 random bits for each element, of which the step and the element's number in the
-    optimizer decide. `first` is the number of the first element."""
+    """Return 32 random bits for each element of `value`, int32 in its shape.
+
+    The step and the element's number in the optimizer decide them. `first` is the number of the
+    first element.
+    """
     span = torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
     return hash32(first + span, step.int() * GOLDEN)
 
 
 def read_moments(mean, square, scale) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both moments in fp32, from what the optimizer keeps."""
+    """Return both moments in fp32, from what the optimizer keeps."""
     if mean.dtype != torch.uint8:
         return mean.float(), square.float()
-    codes, roots = blocks_of(mean).int(), blocks_of(square).int()
+    codes = blocks_of(mean).int()
+    root_codes = blocks_of(square).int()
     sizes = eight_bit.decode(codes & 127, scale[:, :1], eight_bit.MEAN_CUT)
-    squares = eight_bit.decode(roots, scale[:, 1:], eight_bit.ROOT_CUT) ** 2
-    return elements_of(torch.where(codes > 127, -sizes, sizes), mean), elements_of(squares, mean)
+    means = torch.where(codes > 127, -sizes, sizes)
+    squares = eight_bit.decode(root_codes, scale[:, 1:], eight_bit.ROOT_CUT) ** 2
+    return elements_of(means, mean), elements_of(squares, mean)
 
 
 def blocks_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as [blocks, BLOCK], filled up with zeros."""
-    return F.pad(tensor.flatten(), (0, -tensor.numel() % eight_bit.BLOCK)).view(-1, eight_bit.BLOCK)
+    """Return a tensor as [blocks, BLOCK], filled up with zeros."""
+    padding = -tensor.numel() % eight_bit.BLOCK
+    return F.pad(tensor.flatten(), (0, padding)).view(-1, eight_bit.BLOCK)
 
 
 def elements_of(blocks: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """The reverse of `blocks_of`, in the shape of another tensor."""
+    """Undo `blocks_of`, for a result in the shape of another tensor."""
     return blocks.flatten()[: like.numel()].view(like.shape)
 
 
 def coded_moments(mean, square, bits) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The codes of fp32 moments, int32, and their scales, by 32 random bits an element."""
-    means, roots, random = blocks_of(mean), blocks_of(square).sqrt(), blocks_of(bits)
+    """Return the codes of both fp32 moments, int32, and their scales, fp32 [blocks, 2].
+
+    `bits` are 32 random ones for each element: 16 for either moment.
+    """
+    means = blocks_of(mean)
+    roots = blocks_of(square).sqrt()
+    random = blocks_of(bits)
     codes, mean_scale = eight_bit.encode(means.abs(), random & 0xFFFF, eight_bit.MEAN_CUT)
     root_codes, root_scale = eight_bit.encode(roots, (random >> 16) & 0xFFFF, eight_bit.ROOT_CUT)
     codes = torch.where(means < 0, codes + 128, codes)
     root_codes = torch.where(roots > 0, root_codes.clamp(min=1), 0)
-    return (
-        elements_of(codes, mean),
-        elements_of(root_codes, mean),
-        torch.cat([mean_scale, root_scale], 1),
-    )
+    scales = torch.cat([mean_scale, root_scale], 1)
+    return elements_of(codes, mean), elements_of(root_codes, mean), scales
 
 
 def update(
-    weight, gradient, low, mean, square, scale, first, step, factor, rate, growth, beta1, beta2, eps, skip
-):  # fmt: skip
-    """AdamW on tensors of one parameter, in place, for its gradient times `factor`. `rate` is the learning rate over
-    the mean's correction, `growth` one over that of the square. Where `skip` is a number other than 0, nothing
-    changes."""
+    weight,
+    gradient,
+    low,
+    mean,
+    square,
+    scale,
+    first,
+    step,
+    factor,
+    rate,
+    growth,
+    beta1,
+    beta2,
+    eps,
+    skip,
+):
+    """Do AdamW on the tensors of one parameter, in place, for its gradient times `factor`.
+
+    `rate` is the learning rate over the mean's correction, `growth` one over that of the square.
+    Where `skip` is a number other than 0, nothing changes.
+    """
     gradient = gradient.float() * factor
     old_mean, old_square = read_moments(mean, square, scale)
-    new_mean, new_scale = old_mean.lerp(gradient, 1 - beta1), scale
+    new_mean = old_mean.lerp(gradient, 1 - beta1)
     new_square = (old_square * beta2).addcmul(gradient, gradient, value=1 - beta2)
+    new_scale = scale
     move = new_mean / ((new_square * growth).sqrt() + eps) * rate
     new_weight, new_low = halves(master_of(weight, low) - move, weight.dtype)
     if mean.dtype == torch.bfloat16:
         bits = random_bits(mean, first, step)
-        new_mean, new_square = (
-            upper(new_mean, bits & 0xFFFF),
-            upper(new_square, (bits >> 16) & 0xFFFF),
-        )
+        new_mean = upper(new_mean, bits & 0xFFFF)
+        new_square = upper(new_square, (bits >> 16) & 0xFFFF)
     elif mean.dtype == torch.uint8:
-        new_mean, new_square, new_scale = coded_moments(
-            new_mean, new_square, random_bits(mean, first, step)
-        )
+        bits = random_bits(mean, first, step)
+        new_mean, new_square, new_scale = coded_moments(new_mean, new_square, bits)
     changes = (
         (mean, new_mean),
         (square, new_square),
@@ -279,50 +345,95 @@ def update(
         old.copy_(new if skip is None else torch.where(skip != 0, old, new))
 
 
-def _update_by_kernel(*lists_and_values) -> None:
-    """As `update`, for lists of tensors."""
-    *columns, step, factor, rate, growth, beta1, beta2, eps, skip = lists_and_values
-    for tensors, sizes in _calls(*columns):
+def _update_by_kernel(
+    weights,
+    gradients,
+    lows,
+    means,
+    squares,
+    scales,
+    firsts,
+    step,
+    factor,
+    rate,
+    growth,
+    beta1,
+    beta2,
+    eps,
+    skip,
+) -> None:
+    """Do what `update` does to each parameter of lists of tensors on a GPU."""
+    for columns, sizes in _calls(weights, gradients, lows, means, squares, scales, firsts):
+        names = ("weights", "grads", "lows", "means", "squares", "scales", "firsts")
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(
-            adamw, (programs,), *tensors, sizes, step, factor, rate, growth, step if skip is None else skip,
-            BETA1=beta1, BETA2=beta2, EPS=eps, FINER=FINER, GOLDEN=GOLDEN, SKIPS=skip is not None,
-            MEAN_CUT=eight_bit.MEAN_CUT, ROOT_CUT=eight_bit.ROOT_CUT, COUNT=len(sizes), **UPDATE,
-        )  # fmt: skip
+            adamw,
+            (programs,),
+            **dict(zip(names, columns, strict=True)),
+            sizes=sizes,
+            step=step,
+            factor=factor,
+            rate=rate,
+            growth=growth,
+            skip=step if skip is None else skip,
+            BETA1=beta1,
+            BETA2=beta2,
+            EPS=eps,
+            FINER=FINER,
+            GOLDEN=GOLDEN,
+            SKIPS=skip is not None,
+            MEAN_CUT=eight_bit.MEAN_CUT,
+            ROOT_CUT=eight_bit.ROOT_CUT,
+            COUNT=len(sizes),
+            **UPDATE,
+        )
 
 
-# The kernels. One call does many tensors. They come as tuples of COUNT pointers, of one kind each, and a program takes
-# BLOCK elements of one of the tensors, the programs of the first before those of the second. All are contiguous.
+# The kernels. One call does many tensors. They come as tuples of COUNT pointers, of one kind each,
+# and a program takes BLOCK elements of one of the tensors, the programs of the first before those
+# of the second. All are contiguous. A name that ends in `_at` is a pointer to the elements of a
+# program.
 
 
 @jit
 def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """What this program does: the number of its tensor, that of its block there, its elements, and which of these
-    there are."""
+    """Return what this program does.
+
+    That is the number of its tensor, the number of its block there, the block's elements, and
+    whether each of these exists.
+    """
     program = tl.program_id(0)
-    number, begin, size = 0, 0, sizes[0]
+    number = 0
+    begin = 0
+    size = sizes[0]
     blocks = tl.cdiv(sizes[0], BLOCK)
     for other in tl.static_range(1, COUNT):
         if program >= blocks:
-            number, begin, size = other, blocks, sizes[other]
+            number = other
+            begin = blocks
+            size = sizes[other]
         blocks += tl.cdiv(sizes[other], BLOCK)
-    element = (program - begin) * BLOCK + tl.arange(0, BLOCK)
-    return number, program - begin, element, element < size
+    block = program - begin
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    return number, block, element, element < size
 
 
 @jit
 def chosen(pointers, number, COUNT: tl.constexpr):
-    """The pointer of that number. It is not known when the kernel is compiled, as an index of a tuple has to be."""
-    found = pointers[0]
+    """Return the pointer of that number, which is not known when the kernel is compiled.
+
+    An index of a tuple has to be known then.
+    """
+    pointer = pointers[0]
     for other in tl.static_range(1, COUNT):
         if number == other:
-            found = pointers[other]
-    return found
+            pointer = pointers[other]
+    return pointer
 
 
 @jit(do_not_specialize_on_alignment=["sums"])
 def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sum of the squares of each program's elements, `sums` [programs]."""
+    """Put the sum of the squares of each program's elements into `sums` [programs]."""
     number, _, element, inside = locate(sizes, COUNT, BLOCK)
     value = tl.load(chosen(tensors, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(value * value, 0))
@@ -330,18 +441,38 @@ def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def upper_kernel(value, addend):
-    """As upper, of 16 bits."""
+    """Return what `upper` returns, for an addend of 16 bits."""
     bits = (value.to(tl.int32, bitcast=True) + addend) & -65536
     return tl.where(value == value, bits.to(tl.float32, bitcast=True), value)
 
 
 @jit
 def adamw(
-    weights, grads, lows, means, squares, scales, firsts, sizes, step, factor, rate, growth, skip,
-    BETA1: tl.constexpr, BETA2: tl.constexpr, EPS: tl.constexpr, FINER: tl.constexpr, GOLDEN: tl.constexpr,
-    SKIPS: tl.constexpr, MEAN_CUT: tl.constexpr, ROOT_CUT: tl.constexpr, COUNT: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """As update; without SKIPS `skip` is not read."""
+    weights,
+    grads,
+    lows,
+    means,
+    squares,
+    scales,
+    firsts,
+    sizes,
+    step,
+    factor,
+    rate,
+    growth,
+    skip,
+    BETA1: tl.constexpr,
+    BETA2: tl.constexpr,
+    EPS: tl.constexpr,
+    FINER: tl.constexpr,
+    GOLDEN: tl.constexpr,
+    SKIPS: tl.constexpr,
+    MEAN_CUT: tl.constexpr,
+    ROOT_CUT: tl.constexpr,
+    COUNT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Do what `update` does to BLOCK elements of a parameter; without SKIPS `skip` is not read."""
     if SKIPS:  # noqa: SIM102  known when it is compiled
         if tl.load(skip) != 0.0:
             return
@@ -352,18 +483,16 @@ def adamw(
     square_at = chosen(squares, number, COUNT) + element
     scale_at = chosen(scales, number, COUNT) + 2 * block
     CODED: tl.constexpr = means[0].dtype.element_ty == tl.uint8
-    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside, other=0.0).to(
-        tl.float32
-    ) * tl.load(factor)
+    grad = tl.load(chosen(grads, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32)
+    grad = grad * tl.load(factor)
     weight = tl.load(weight_at, mask=inside).to(tl.float32)
     low = tl.load(low_at, mask=inside)
     if CODED:
         code = tl.load(mean_at, mask=inside, other=0).to(tl.int32)
         mean = decode_kernel(code & 127, tl.load(scale_at), MEAN_CUT)
         mean = tl.where(code > 127, -mean, mean)
-        root = decode_kernel(
-            tl.load(square_at, mask=inside, other=0).to(tl.int32), tl.load(scale_at + 1), ROOT_CUT
-        )
+        root_code = tl.load(square_at, mask=inside, other=0).to(tl.int32)
+        root = decode_kernel(root_code, tl.load(scale_at + 1), ROOT_CUT)
         square = root * root
     else:
         mean = tl.load(mean_at, mask=inside).to(tl.float32)
@@ -373,9 +502,8 @@ def adamw(
     square = square * BETA2 + grad * grad * (1 - BETA2)
     move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
     if lows[0].dtype.element_ty == tl.int16:
-        master = (weight.to(tl.int32, bitcast=True) + low.to(tl.int32)).to(
-            tl.float32, bitcast=True
-        ) - move
+        master_bits = weight.to(tl.int32, bitcast=True) + low.to(tl.int32)
+        master = master_bits.to(tl.float32, bitcast=True) - move
         weight = upper_kernel(master, 0x8000)
         low = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
     else:
@@ -384,7 +512,8 @@ def adamw(
         low = ((master - weight) * FINER).to(tl.float16)
     if CODED or means[0].dtype.element_ty == tl.bfloat16:
         seed = (tl.load(step).to(tl.int32) * GOLDEN).to(tl.uint32, bitcast=True)
-        bits = hash32_kernel((tl.load(chosen(firsts, number, COUNT)) + element).to(tl.uint32), seed)
+        element_number = tl.load(chosen(firsts, number, COUNT)) + element
+        bits = hash32_kernel(element_number.to(tl.uint32), seed)
         if CODED:
             code, mean_scale = encode_kernel(tl.abs(mean), (bits & 0xFFFF).to(tl.int32), MEAN_CUT)
             root = tl.sqrt_rn(square)

@@ -1,12 +1,15 @@
 """Number formats, optimizers by name, the learning rate's schedule, and clipping.
 
-Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 has the finer mantissa but ends at
-65,504 and underflows early, so its loss is scaled up before the backward pass and gradients down after it (GradScaler);
-bf16 has fp32's range and needs none of that (variant E-bf16). With `autocast` the weights stay in fp32, and each GEMM
-casts its operands; with the optimizer `master` the weights themselves are in half precision and nothing is cast
-(variant E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, as a T4 has, and bf16 from 8.0 on.
+Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 has the finer
+mantissa but ends at 65,504 and underflows early, so its loss is scaled up before the backward pass
+and gradients down after it (GradScaler); bf16 has fp32's range and needs none of that (variant
+E-bf16). With autocast the weights stay in fp32, and each GEMM casts its operands; with the
+optimizer `adamw-master` the weights themselves are in half precision and nothing is cast (variant
+E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, which a T4 exceeds, and bf16
+from 8.0 on.
 
-Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in run/memory_estimate.py.
+Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in
+run/memory_estimate.py.
 """
 
 from collections.abc import Callable
@@ -20,63 +23,82 @@ from qa_lib.spec import Spec
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.variants import Settings
 
-CLIP = 1.0  # norm of the gradients
+CLIP = 1.0  # the norm to which gradients are clipped
 
 
 class Precision:
-    """What the settings' number format means on a device: `weights`, the type the model is cast to (None: as it is), an
-    `autocast()` context for the forward pass, and the `scaler` of the loss, which does nothing where none is needed."""
+    """What the settings' number format means on a device.
+
+    `weights` is the type that the model is cast to (None: it stays as it is), `autocast()` a
+    context for the forward pass, and `scaler` that of the loss, which does nothing where none is
+    needed.
+    """
 
     def __init__(self, settings: Settings, device: torch.device):
-        self.dtype, self.device = DTYPES[settings.precision], device
+        self.dtype = DTYPES[settings.precision]
+        self.device = device
         self.weights = self.dtype if settings.half_weights else None
         self.mixed = settings.precision != "fp32" and not settings.half_weights
         self.scaler = torch.amp.GradScaler(device.type, enabled=settings.precision == "fp16")
 
     def autocast(self) -> torch.autocast:
+        """Return the context of a forward pass."""
         return torch.autocast(self.device.type, self.dtype, enabled=self.mixed)
 
 
 def build_optimizer(
     model: torch.nn.Module, spec: Spec, parameters: list | None = None
 ) -> torch.optim.Optimizer:
-    """The settings' optimizer over `parameters`, by default all that train: AdamW without weight decay, as in the
-    reference project, in one of its forms."""
+    """Return the settings' optimizer over `parameters`, by default all that train.
+
+    It is AdamW without weight decay, the reference project's, in one of its forms.
+    """
     return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), peak_rate(spec))
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
-    """The parameters that train."""
+    """Return the parameters that train."""
     return [p for p in model.parameters() if p.requires_grad]
 
 
 def _adamw(model, parameters, rate) -> torch.optim.Optimizer:
-    """What people write: PyTorch's AdamW, which runs many small kernels and keeps its step counts on the host."""
+    """Return PyTorch's default AdamW, which people write.
+
+    It runs many small kernels and keeps its step counts on the host.
+    """
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0)
 
 
 def _fused(model, parameters, rate) -> torch.optim.Optimizer:
-    """One kernel for all parameters; on a GPU rate and step count stay there, and no step waits for the device."""
-    cuda = parameters[0].device.type == "cuda"
-    rate = torch.tensor(rate, device=parameters[0].device) if cuda else rate
-    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True, capturable=cuda)
+    """Return PyTorch's AdamW as one kernel for all parameters.
+
+    On a GPU rate and step count stay there, and no step waits for the device.
+    """
+    device = parameters[0].device
+    on_gpu = device.type == "cuda"
+    if on_gpu:
+        rate = torch.tensor(rate, device=device)
+    return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
 def _master(model, parameters, rate, moments=torch.float32) -> torch.optim.Optimizer:
-    return MasterAdamW(parameters, torch.tensor(rate, device=parameters[0].device), CLIP, moments)
+    """Return AdamW over fp32 masters of half-precision weights (master_adamw.py)."""
+    rate = torch.tensor(rate, device=parameters[0].device)
+    return MasterAdamW(parameters, rate, max_norm=CLIP, moments=moments)
 
 
 def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
-    """Moments in 8 bits, a scale for each block of them (Dettmers et al. 2022).
+    """Return AdamW with moments in 8 bits, a scale for each block of them (Dettmers et al. 2022).
 
-    Tensors of fewer than 4,096 elements and every embedding keep 32-bit moments, as bitsandbytes advises (embedding
-    gradients are sparse and uneven).
+    Tensors of fewer than 4,096 elements and every embedding keep 32-bit moments, by the advice of
+    bitsandbytes: embedding gradients are sparse and uneven.
     """
-    # On import it warns of a 4-bit CPU kernel that nothing here uses.
-    import bitsandbytes  # only these variants need it, and its import is slow
+    # Only these variants need it, and its import is slow. It warns of a 4-bit CPU kernel that
+    # nothing here uses.
+    import bitsandbytes
 
-    # One for the whole process, by the place of a parameter in its optimizer: it must forget an earlier model's, and
-    # keep no module alive.
+    # There is one manager for the whole process, which knows a parameter by its place in its
+    # optimizer: it must forget an earlier model's, and keep no module alive.
     manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
     manager.initialize()
     optimizer = bitsandbytes.optim.AdamW8bit(parameters, lr=rate, weight_decay=0.0)
@@ -93,18 +115,21 @@ OPTIMIZERS = {
     "adamw-fused": _fused,
     "adamw-8bit": _adamw8bit,
     "adamw-master": _master,
+    "adamw-master-bf16": partial(_master, moments=torch.bfloat16),
+    "adamw-master-8bit": partial(_master, moments=torch.uint8),
 }
-OPTIMIZERS["adamw-master-bf16"] = partial(_master, moments=torch.bfloat16)
-OPTIMIZERS["adamw-master-8bit"] = partial(_master, moments=torch.uint8)
 
 
 def unscale(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler) -> None:
-    """Take the loss's scale off the gradients. MasterAdamW does so itself while it reads them: where they are in fp16,
-    without the scale small ones would be lost, and GradScaler refuses."""
+    """Take the loss's scale off the gradients.
+
+    MasterAdamW does so itself while it reads them: where they are in fp16, without the scale small
+    ones would be lost, and GradScaler refuses.
+    """
     if not isinstance(optimizer, MasterAdamW):
         scaler.unscale_(optimizer)
     elif scaler.is_enabled():
-        # As in GradScaler.step, but before processes agree on what they have found.
+        # GradScaler.step does the same, but processes must agree before on what they have found.
         scaler._check_inf_per_device(optimizer)
         scaler._per_optimizer_states[id(optimizer)]["stage"] = OptState.UNSCALED
         optimizer.grad_scale = scaler._get_scale_async()
@@ -115,33 +140,41 @@ def clip(
 ) -> None:
     """Scale the gradients down to the norm CLIP; MasterAdamW does so itself while it reads them.
 
-    `global_norm` makes the norm of all gradients from that of the optimizer's (see data_parallel.NoParallel).
+    `global_norm` makes the norm of all gradients from that of the optimizer's (see
+    data_parallel.NoParallel).
     """
     if isinstance(optimizer, MasterAdamW):
         optimizer.global_norm = global_norm
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    norm = global_norm(
-        torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
-    )
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    norm = global_norm(torch.nn.utils.get_total_norm(gradients))
     torch.nn.utils.clip_grads_with_norm_(parameters, CLIP, norm)
 
 
 def peak_rate(spec: Spec) -> float:
-    """The highest learning rate of a run, its recipe's factor included."""
-    return spec.preset.learning_rate * (spec.recipe.lr_factor if spec.preset.recipe_rates else 1.0)
+    """Return the highest learning rate of a run, its recipe's factor included."""
+    factor = spec.recipe.lr_factor if spec.preset.recipe_rates else 1.0
+    return spec.preset.learning_rate * factor
 
 
 def learning_rate(spec: Spec, step: int, steps: int) -> float:
-    """The rate of a step, counted from 0: a linear warm-up and a linear decay. No step has a rate of 0: the first is
-    one part of the warm-up above it, and the last one part of the decay."""
-    peak, warmup = peak_rate(spec), int(spec.preset.warmup * steps)
+    """Return the rate of a step, counted from 0, of so many `steps`.
+
+    It warms up linearly and decays linearly. No step has a rate of 0: the first is one part of the
+    warm-up above it, and the last one part of the decay.
+    """
+    peak = peak_rate(spec)
+    warmup = int(spec.preset.warmup * steps)
     if step < warmup:
         return peak * (step + 1) / warmup
     return peak * (steps - step) / max(1, steps - warmup)
 
 
 def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    """Give every parameter group this learning rate, in place where a graph reads it from the device."""
+    """Give every parameter group this learning rate."""
     for group in optimizer.param_groups:
-        group["lr"] = group["lr"].fill_(rate) if torch.is_tensor(group["lr"]) else rate
+        if torch.is_tensor(group["lr"]):  # in place, since a graph reads it from the device
+            group["lr"].fill_(rate)
+        else:
+            group["lr"] = rate

@@ -16,8 +16,10 @@ from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.process_group import ProcessGroup
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
-LOOK_EVERY = 50  # steps between two looks of several processes, whose clocks differ and which must look together
-SAY_EVERY_S = 60.0  # a line of progress comes at each tenth of the steps, and at the latest after so many seconds
+# Steps between two looks of several processes, whose clocks differ and which must look together.
+LOOK_EVERY = 50
+# A line of progress comes at each tenth of the steps, and at the latest after so many seconds.
+SAY_EVERY_S = 60.0
 
 
 class StepFailed(RuntimeError):
@@ -29,17 +31,22 @@ class StepFailed(RuntimeError):
 
 
 class NonFiniteLoss(StepFailed, UserError):
-    """The loss is NaN or infinite and no smaller GradScaler scale can help. The weights, the learning rate or a kernel
-    is to blame: the latter may be this machine's, so that this is none of record.MISTAKES."""
+    """The loss is NaN or infinite and no smaller scale of GradScaler can help.
+
+    The weights, the learning rate or a kernel is to blame: the latter may be this machine's, so
+    that this is none of record.MISTAKES.
+    """
 
 
 class StepLog:
-    """steps.jsonl of a run: a line a step with its number, loss, learning rate (lr) and milliseconds (ms); where the
+    """steps.jsonl of a run: a line a step, and the lines of progress.
+
+    A line has the step's number, loss, learning rate (lr) and milliseconds (ms); where the
     variant's gradients show it, some lines have the noise scale so far (phi, in samples).
 
-    Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the number of steps that
-    an earlier process has done; of its lines those are kept that can be read. Of several `ranks` all note their steps,
-    and the first writes and says.
+    Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the
+    number of steps that an earlier process has done; those of its lines are kept that can be read.
+    All `ranks` note their steps, and the first writes and says.
     """
 
     def __init__(
@@ -52,19 +59,18 @@ class StepLog:
         ranks: ProcessGroup,
         say,
     ):
-        self.path, self.steps, self.written, self.scaler = (
-            run_dir / "steps.jsonl",
-            steps,
-            begin,
-            scaler,
-        )
-        self.ranks, self.say = ranks, say if ranks.first else lambda _: None
-        self.pending, self.begin, self.said = [], begin, begin
-        self.started = self.looked = self.said_at = time.monotonic()
-        self.label, self.samples = (
-            f"{spec.variant} seed {spec.seed}",
-            spec.micro_batches * spec.settings.micro_batch,
-        )
+        self.path = run_dir / "steps.jsonl"
+        self.steps = steps
+        self.begin = begin
+        self.scaler = scaler
+        self.ranks = ranks
+        self.say = say if ranks.first else lambda _: None
+        self.label = f"{spec.variant} seed {spec.seed}"
+        self.samples = spec.micro_batches * spec.settings.micro_batch  # of a step
+        self.pending = []  # loss and learning rate of the steps that are not written yet
+        self.written = begin  # steps that are written
+        self.reported = begin  # steps that were done at the last line of progress
+        self.started = self.looked = self.reported_at = time.monotonic()
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
@@ -73,9 +79,12 @@ class StepLog:
     def step(
         self, meter: Meter, tokens: tuple, loss: torch.Tensor, rate: float, write: bool = False
     ) -> None:
-        """One optimizer step is done, of so many `tokens`, as Meter.step takes them: note it in the meter, and its mean
-        loss (a scalar on the device, not read yet) and learning rate here. Writes what was noted when it is time, after
-        the last step, and if told to `write`; the next step's clock starts after that."""
+        """Take note that an optimizer step is done.
+
+        `tokens` go to Meter.step; `loss` is the mean loss, a scalar on the device that is not read
+        yet. Writes what was noted when it is time, after the last step, and if told to `write`; the
+        next step's clock starts after that.
+        """
         meter.step(*tokens)
         self.pending.append((loss, rate))
         if write or self.due or self.written + len(self.pending) == self.steps:
@@ -84,7 +93,7 @@ class StepLog:
 
     @property
     def due(self) -> bool:
-        """Whether it is time for `write`."""
+        """Return whether it is time for `write`."""
         if self.ranks.world > 1:
             return len(self.pending) >= LOOK_EVERY
         return time.monotonic() - self.looked >= LOOK_EVERY_S
@@ -92,46 +101,62 @@ class StepLog:
     def write(self, seconds: list[float]) -> None:
         """Write the noted steps with their durations; raise NonFiniteLoss if one cannot be excused.
 
-        GradScaler is meant to skip steps that overflow in fp16, and halves its scale each time; only when it has
-        come down to 1 and the loss still is not finite, the run is lost. In fp32 there is nothing to skip.
+        GradScaler is meant to skip steps that overflow in fp16, and halves its scale each time;
+        only when it has come down to 1 and the loss still is not finite, the run is lost. In fp32
+        there is nothing to skip.
         """
-        lines, broken = [], None
+        lines = []
+        failure = None
         excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
         losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
-        for value, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
+        for loss, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
             self.written += 1
-            loss = value if math.isfinite(value) else None
+            is_finite = math.isfinite(loss)
             lines.append(
-                {"step": self.written, "loss": loss, "lr": rate, "ms": round(1e3 * taken, 4)}
+                {
+                    "step": self.written,
+                    "loss": loss if is_finite else None,
+                    "lr": rate,
+                    "ms": round(1e3 * taken, 4),
+                }
             )
-            if loss is None and not excused:
-                broken = broken or NonFiniteLoss(
-                    self.written, f"the weights or --learning-rate give a loss of {value}"
+            if not is_finite and not excused and failure is None:
+                failure = NonFiniteLoss(
+                    self.written, f"the weights or --learning-rate give a loss of {loss}"
                 )
         if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
             lines[-1]["phi"] = round(phi, 2)
         self._append(lines)
         self.pending.clear()
-        if broken:
-            raise broken
+        if failure:
+            raise failure
         self.looked = time.monotonic()
+        self._say_progress(losses[-1])
+
+    def _say_progress(self, loss: float) -> None:
+        """Say a line of progress, with the last loss, if it is time for one."""
         if self.compiling and self.written < self.steps:
             # These steps' time is the compiler's, and foretells nothing.
-            self.compiling, self.said, self.said_at = False, self.written, self.looked
-        tenth = self.written - self.said >= self.steps / 10
-        if tenth or self.written == self.steps or self.looked - self.said_at >= SAY_EVERY_S:
-            per_step = (self.looked - self.said_at) / (
-                self.written - self.said
-            )  # since the last line
-            ahead = (self.steps - self.written) * per_step
-            taken, left = map(tqdm.format_interval, (self.looked - self.started, ahead))
-            self.say(
-                f"{self.label}: step {self.written}/{self.steps}, loss {value:.3f}, "
-                f"{self.samples / per_step:.0f} samples/s, {taken} so far, {left} left"
-            )
-            self.said, self.said_at = self.written, self.looked
+            self.compiling = False
+            self.reported = self.written
+            self.reported_at = self.looked
+        is_tenth = self.written - self.reported >= self.steps / 10
+        is_last = self.written == self.steps
+        is_late = self.looked - self.reported_at >= SAY_EVERY_S
+        if not (is_tenth or is_last or is_late):
+            return
+        s_per_step = (self.looked - self.reported_at) / (self.written - self.reported)
+        taken = tqdm.format_interval(self.looked - self.started)
+        left = tqdm.format_interval((self.steps - self.written) * s_per_step)
+        self.say(
+            f"{self.label}: step {self.written}/{self.steps}, loss {loss:.3f}, "
+            f"{self.samples / s_per_step:.0f} samples/s, {taken} so far, {left} left"
+        )
+        self.reported = self.written
+        self.reported_at = self.looked
 
     def _append(self, lines: list[dict], mode: str = "a") -> None:
+        """Write lines, if this is the first process. Raises RecordError where it cannot."""
         if not self.ranks.first:
             return
         try:

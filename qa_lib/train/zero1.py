@@ -1,9 +1,9 @@
 """An optimizer that several processes share: ZeRO-1 (Rajbhandari et al. 2020), variant P-zero1.
 
-An all-reduce is two halves: first every process gets the sum of a part of the gradients (reduce-scatter), then every
-process gets all parts (all-gather). The optimizer can stand between the two: each process updates the weights of its
-own part, and the weights travel instead of the gradients. The same bytes on the way, and an n-th of the optimizer's
-work and memory.
+An all-reduce is two halves: first every process gets the sum of a part of the gradients
+(reduce-scatter), then every process gets all parts (all-gather). The optimizer can stand between
+the two: each process updates the weights of its own part, and the weights travel instead of the
+gradients. The same bytes on the way, and an n-th of the optimizer's work and memory.
 """
 
 import torch
@@ -21,12 +21,14 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 class FlatShard:
     """Some weights flattened into one tensor, of which this process updates an equal part.
 
-    The parameters become views of that tensor, and `own`, the part, is a parameter of the optimizer. AdamW computes
-    element by element, so that where one tensor ends and another begins makes no difference to it.
+    The parameters become views of that tensor, and `own`, the part, is a parameter of the
+    optimizer. AdamW computes element by element, so that where one tensor ends and another begins
+    makes no difference to it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], ranks: ProcessGroup):
-        self.parameters, self.ranks = parameters, ranks
+        self.parameters = parameters
+        self.ranks = ranks
         self.size = sum(p.numel() for p in parameters)
         length = -(-self.size // (ALIGN * ranks.world)) * ALIGN
         self.padding = parameters[0].new_zeros(length * ranks.world - self.size)
@@ -38,28 +40,31 @@ class FlatShard:
         self.own = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
 
     def reduce_grads(self) -> torch.Tensor:
-        """Average the gradients over the processes, each its own part; the square norm of what there was before."""
+        """Average the gradients over the processes, each its own part.
+
+        Returns the square norm of the gradients that this process had before.
+        """
         flat = flatten(self.parameters, self.padding)
-        norm = square_norm(flat)
+        square = square_norm(flat)
         self.own.grad = torch.empty_like(self.own)
         reduce_scatter(self.own.grad, flat, self.ranks.average)
         if self.ranks.average == dist.ReduceOp.SUM:
             self.own.grad /= self.ranks.world
-        return norm
+        return square
 
     def all_gather_params(self) -> None:
         """Give every process all the weights."""
         all_gather(self.flat, self.own.detach())
 
     def gather(self, state: torch.Tensor) -> torch.Tensor:
-        """Of optimizer state all that belongs to the weights."""
+        """Return optimizer state of all the weights, from that of this process's part."""
         full = state.new_empty(len(self.flat))
-        # As bytes, since NCCL knows no int16.
+        # Sent as bytes, since NCCL knows no int16.
         all_gather(full.view(torch.uint8), state.view(torch.uint8))
         return full[: self.size]
 
     def shard(self, state: torch.Tensor) -> torch.Tensor:
-        """The reverse of `gather`."""
+        """Undo `gather`."""
         padded = torch.cat([state, state.new_zeros(len(self.padding))])
         return padded.view(self.ranks.world, -1)[self.ranks.rank].clone()
 
@@ -73,26 +78,29 @@ class Zero1(NoParallel):
         self.parameters = [share.own for share in self.flat_shards]
 
     def divided(self) -> list[FlatShard]:
+        """Return the shards of the trained weights."""
         return [FlatShard(self.parameters, self.ranks)]
 
     def reduce_grads(self):
         self.release_grads([share.reduce_grads() for share in self.flat_shards])
 
-    def release_grads(self, norms: list[torch.Tensor]) -> None:
-        """When the shares are reduced, with the square norms of what was there before."""
-        self.own = (
-            sum(norms) if self.ranks.world > 1 else None
-        )  # one process has no two batches to compare
+    def release_grads(self, squares: list[torch.Tensor]) -> None:
+        """Free the gradients when the shares are reduced.
+
+        `squares` are the square norms of what was there before.
+        """
+        # A process that is alone has no two batches to compare.
+        self.own_square_norm = sum(squares) if self.ranks.world > 1 else None
         for share in self.flat_shards:
             for parameter in share.parameters:
                 parameter.grad = None
 
     def sync_found_inf(self, scaler, optimizer):
-        if scaler.is_enabled():
-            for found in scaler._per_optimizer_states[id(optimizer)][
-                "found_inf_per_device"
-            ].values():
-                dist.all_reduce(found, dist.ReduceOp.MAX)
+        if not scaler.is_enabled():
+            return
+        state = scaler._per_optimizer_states[id(optimizer)]
+        for found_inf in state["found_inf_per_device"].values():
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 
     def global_norm(self, norm):
         return super().global_norm(total_norm(norm))
@@ -102,12 +110,14 @@ class Zero1(NoParallel):
             share.all_gather_params()
 
     def gather(self, state, parameter):
-        # A step count has the same value for all.
-        return self._share(parameter).gather(state) if state.shape == parameter.shape else state
+        if state.shape != parameter.shape:  # a step count, which has the same value for all
+            return state
+        return self._share(parameter).gather(state)
 
     def shard(self, state, parameter):
         share = self._share(parameter)
         return share.shard(state) if state.shape == (share.size,) else state
 
     def _share(self, parameter: torch.Tensor) -> FlatShard:
+        """Return the shard whose own part a parameter of the optimizer is."""
         return next(share for share in self.flat_shards if share.own is parameter)
