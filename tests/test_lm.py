@@ -156,7 +156,7 @@ def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_eno
     folder, tmp_path
 ):
     for split in ("train", "validation"):
-        refused(f"{split}.txt: an empty file", load, folder, tmp_path / "empty", **{split: b""})
+        refused(f"{split}.txt: an empty text", load, folder, tmp_path / "empty", **{split: b""})
     refused(
         r"train.txt: a text of 2 tokens, shorter than a window of 64",
         load,
