@@ -157,7 +157,7 @@ def test_output_that_nobody_reads_or_no_disk_takes_is_no_traceback(words):
         ("| true", 0, ""),
         ("> /dev/full", 2, "error: No space left on device\n"),
     ):
-        command = f"{sys.executable} -m qa_lib {words} {end}"
+        command = f"{shlex.quote(sys.executable)} -m qa_lib {words} {end}"
         done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (code, said)
 

@@ -212,6 +212,7 @@ def test_inductor_finds_all_its_files_by_paths_that_a_command_can_have(odd, monk
 
 
 def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/usr/lib/torch/lib")
     before = tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH
     use_plain_paths()
     assert (tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH) == before

@@ -251,7 +251,7 @@ def test_the_bootstrap_finds_the_repository(tmp_path):
 
 def test_the_bootstrap_outside_the_repository_clones(tmp_path):
     """As in Colab, with a git of our own that only makes the folder."""
-    files = f"mkdir lab; cp {ROOT}/requirements.txt lab; cp -r {ROOT}/qa_lib lab"
+    files = f"mkdir lab; cp '{ROOT}/requirements.txt' lab; cp -r '{ROOT}/qa_lib' lab"
     done = bootstrap(tmp_path, PATH=own_git(tmp_path, f'echo "$@"; {files}'))
     address, folder = re.fullmatch(
         r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout

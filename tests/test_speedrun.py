@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -136,7 +137,7 @@ def typed(beginning):
     (block,) = (
         block for block in re.findall(r"```text\n(.*?)```", PAGE, re.S) if beginning in block
     )
-    return block.replace("python ", f"{sys.executable} ")
+    return block.replace("python ", f"{shlex.quote(sys.executable)} ")
 
 
 def test_what_the_page_has_to_type_holds_articles_out_and_names_the_data(tmp_path):
