@@ -458,7 +458,7 @@ def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
         "384",
         "32",
     ]
-    assert 1 < choosing._needed_gib(unchosen(T4)) < 14.6
+    assert 1 < choosing._needed_gib(unchosen(T4), {}) < 14.6
 
 
 def test_an_encoder_gets_what_its_layers_allow(tmp_path):

@@ -178,28 +178,30 @@ def _list(name: str, values: object) -> list:
 def _sources(preset: Preset, data: object, model: object) -> tuple[str, str]:
     """Data and model as texts, each a path or name; without one, the preset's own. Raises SpecError, and UserError for
     all that the preset has none of its own for."""
-    found = {
-        name: getattr(preset, name)
-        if value is None or (isinstance(value, str) and not value)
-        else value
-        for name, value in (("data", data), ("model", model))
-    }
-    if absent := [name for name, value in found.items() if isinstance(value, str) and not value]:
+    given = {"data": data, "model": model}
+    for name, value in given.items():
+        if value is None or (isinstance(value, str) and not value):
+            given[name] = getattr(preset, name)
+    absent = [name for name, value in given.items() if isinstance(value, str) and not value]
+    if absent:
         options = " and ".join(f"--{name}" for name in absent)
         raise UserError(
-            f"preset {preset.name!r} has no {' and no '.join(absent)} of its own: give {options} (a path, or a name "
-            "of the hub)"
+            f"preset {preset.name!r} has no {' and no '.join(absent)} of its own: give {options} "
+            "(a path, or a name of the hub)"
         )
-    for name, value in found.items():
-        expect(name, value, (str, os.PathLike), "give a path, or a name of the hub")
-        expect(name, os.fspath(value), str, "give a path, or a name of the hub")
-        # Of a path that is too long, or has a null byte.
-        with contextlib.suppress(OSError, ValueError):
-            Path(value).exists()
-            found[name] = os.fspath(value)
-            continue
-        raise SpecError(f"{name} is {str(value)[:40]!r}, and no path or name")
-    return found["data"], found["model"]
+    return _as_text("data", given["data"]), _as_text("model", given["model"])
+
+
+def _as_text(name: str, value: object) -> str:
+    """Return a path or name as a text. Raises SpecError for what can be neither."""
+    expect(name, value, (str, os.PathLike), "give a path, or a name of the hub")
+    text = os.fspath(value)
+    expect(name, text, str, "give a path, or a name of the hub")  # bytes are a path, too
+    try:
+        Path(text).exists()
+    except (OSError, ValueError):  # it is too long, or has a null byte
+        raise SpecError(f"{name} is {text[:40]!r}, and no path or name") from None
+    return text
 
 
 def _product(**sizes: Several) -> list[dict]:

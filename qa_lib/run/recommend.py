@@ -248,7 +248,7 @@ def _failed(spec: Spec, runs: str | Path) -> list[dict]:
 
 
 def _committed(task: str) -> dict[str, list[dict]]:
-    """The committed records of a task's reference group, by variant; none where this is no checkout."""
+    """The committed records of a task's reference group, by variant."""
     found = {}
     for run in read_runs(COMMITTED, TASKS[task]["reference"], left_out=lambda *_: None):
         found.setdefault(run.record["spec"]["variant"], []).append(run.record)
@@ -311,12 +311,11 @@ def _failure(option: Spec, failed: list[dict]) -> str | None:
     return None
 
 
-def _needed_gib(spec: Spec, loaded: dict | None = None) -> float:
+def _needed_gib(spec: Spec, loaded: dict) -> float:
     """GiB that a run is predicted to take of its GPU; 0 where that is not known. `loaded` keeps the samples of data
     that had to be read, as the run reads them, for other variants of one length."""
     if unpredicted(spec):
         return 0.0
-    loaded = {} if loaded is None else loaded
     length = (spec.preset.max_length, spec.preset.stride)
     if spec.settings.padding != "packed":
         samples = None  # its micro-batches are as long as can be
