@@ -13,7 +13,13 @@ import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it t
 for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)
 
-_HOMES = {"plan": "run.plan", "fit": "run.fit", "ask": "score.predict", "load_data": "data.load"}
+_HOMES = {
+    "plan": "run.plan",
+    "fit": "run.fit",
+    "ask": "score.predict",
+    "load_data": "data.load",
+    "app": "lab.app.page",
+}
 __all__ = list(_HOMES)
 
 

@@ -7,17 +7,17 @@ import importlib
 import os
 import sys
 
-from qa_lib.cli import VERBS, parser_of
 from qa_lib.errors import (
     UserError,
+    find,
     first_line,
     print_anything,
     printable,
     stoppable,
     stopped_by,
 )
+from qa_lib.lab.cli import VERBS, parser_of
 from qa_lib.packages import how_to_have
-from qa_lib.variants import find
 
 STOPPED = 130  # exit code of a verb that a signal ended
 

@@ -8,7 +8,7 @@ import inspect
 import os
 from collections.abc import Callable
 
-from qa_lib.variants import SpecError, UnknownName, nearest
+from qa_lib.errors import SpecError, UnknownName, nearest
 
 
 def checked(function: Callable) -> Callable:

@@ -1,13 +1,14 @@
 """What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
 
 import contextlib
+import difflib
 import os
 import re
 import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 # Those of ASCII and Latin-1 without line ends and tabs, and what turns the direction of writing.
 CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
@@ -15,6 +16,32 @@ CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
 
 class UserError(ValueError):
     """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
+
+
+class SpecError(UserError):
+    """A run that cannot be specified as asked."""
+
+
+class UnknownName(SpecError):
+    """A variant, preset, family, setting or value that does not exist; the message suggests the nearest."""
+
+
+def nearest(kind: str, name: str, known: Iterable[str]) -> str:
+    """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
+    folded = {word.casefold(): word for word in known}
+    close = [
+        folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)
+    ]
+    hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
+    others = f" (known: {listed})" if not close or len(listed) < 80 else ""
+    return f"unknown {kind} {name!r}{hint}{others}"
+
+
+def find(kind: str, name: str, table: Mapping):
+    """What has that name in a table; UnknownName otherwise."""
+    if not isinstance(name, str) or name not in table:
+        raise UnknownName(nearest(kind, name, table))
+    return table[name]
 
 
 def printable(text: str) -> str:

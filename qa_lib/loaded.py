@@ -16,14 +16,12 @@ from pathlib import Path
 
 # Modules and folders that no process imports in order to train (tests/test_loaded.py holds this), by their places.
 APART = {
-    "app.py",
-    "archive.py",
-    "quickstart.py",
-    "report",
-    "run/export.py",
-    "run/quantize.py",
-    "run/tune.py",
-    "serving.py",
+    "lab/app",
+    "lab/quickstart.py",
+    "lab/report",
+    "lab/search/tune.py",
+    "lab/tools/export.py",
+    "lab/tools/quantize.py",
 }
 # Names of files and folders that are no code: hidden ones (.ipynb_checkpoints, .loop.py.swp, .#loop.py), what editors
 # and patches leave beside a file (loop.py~, #loop.py#, loop.py.orig; Vim tries a folder with a file 4913), bytecode,

@@ -37,10 +37,15 @@ USES = {
 RUNNER = ("papermill", "ipykernel", "seaborn", "scipy")  # what a notebook is executed with
 # Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for it; one that is
 # installed for a user may be of an environment that is gone.
-KERNELS = PACKAGE / "run" / "jupyter"
+KERNELS = PACKAGE / "lab" / "launch" / "jupyter"
 TORCHAO = "0.16"  # the oldest that peft bears beside itself, and that quantizes here
 # What a notebook imports, and what packages import late: a wrong version may show there alone.
-PARTS = ("qa_lib.run.fit", "qa_lib.train.trainer", "qa_lib.report.figures", "qa_lib.app")
+PARTS = (
+    "qa_lib.run.fit",
+    "qa_lib.train.trainer",
+    "qa_lib.lab.report.figures",
+    "qa_lib.lab.app.page",
+)
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:

@@ -1,7 +1,7 @@
 """Processes of a run of which one fails on purpose, or changes its weights: `python -m tests.faulty FUNCTION SPEC RUNS
 FAULT`.
 
-Takes the place of `python -m qa_lib.run.process FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
+Takes the place of `python -m qa_lib.lab.launch.process FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
 """
 
 import json
@@ -10,7 +10,7 @@ import pkgutil
 import signal
 import sys
 
-from qa_lib.run import process, torchrun
+from qa_lib.lab.launch import process, torchrun
 
 
 def call(function: str, spec, runs, fault: dict) -> list[str]:

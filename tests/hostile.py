@@ -10,7 +10,7 @@ import json
 import random
 from collections.abc import Iterator
 
-from qa_lib.serving import ANSWERS, JOIN
+from qa_lib.lab.app.serving import ANSWERS, JOIN
 
 # Gradio's own routes, those that the page uses among them.
 ROUTES = """/ /config /info /startup-events /monitoring /monitoring/x /upload /upload_progress /file /file= /file/x

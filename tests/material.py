@@ -16,8 +16,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qa_lib.data.squad import Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.record import finish, new_record, read_record
-from qa_lib.report.load import load_runs
+from qa_lib.lab.report.load import load_runs
+from qa_lib.records.record import finish, new_record, read_record
 
 ROOT = Path(__file__).parent.parent
 SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"

@@ -19,9 +19,9 @@ from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
-from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.optim import clip
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.data_parallel import gather_model
+from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.tiny import CPU, quiet, resized, samples_of, stop_after, without_dropout
 
 DEVICE = torch.device("cpu")

@@ -40,9 +40,9 @@ SENTENCES = ("adjusted", "skip_reason", "message")  # words that a change may im
 def probe_specs() -> Iterator[dict]:
     """Yield a row for each spec that can be asked for: what identifies it, and what it resolves to."""
     from qa_lib.errors import UserError
-    from qa_lib.presets import PRESETS
-    from qa_lib.spec import Machine, resolve
-    from qa_lib.variants import VARIANTS
+    from qa_lib.spec.presets import PRESETS
+    from qa_lib.spec.spec import Machine, resolve
+    from qa_lib.spec.variants import VARIANTS
 
     installed = {"bitsandbytes": True, "deepspeed": True, "torchao": True, "compiler": True}
     machines = {"cpu": Machine(**installed), "bare-cpu": Machine()}
@@ -79,7 +79,7 @@ def probe_losses(variants: list[str]) -> Iterator[dict]:
     """Train each variant for STEPS steps on this CPU, and yield its losses."""
     from qa_lib import fit, plan
     from qa_lib.errors import UserError
-    from qa_lib.variants import VARIANTS
+    from qa_lib.spec.variants import VARIANTS
 
     for name in variants or VARIANTS:
         preset = "lm-smoke" if VARIANTS[name].task == "lm" else "smoke"

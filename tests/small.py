@@ -14,11 +14,11 @@ import sys
 import time
 from pathlib import Path
 
-from qa_lib import record
 from qa_lib.__main__ import STOPPED, main
-from qa_lib.presets import PRESETS
+from qa_lib.records import record
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, Spec
+from qa_lib.spec.presets import PRESETS
+from qa_lib.spec.spec import Machine, Spec
 from tests import warm
 
 STEPS = 40
@@ -53,7 +53,7 @@ def spec(variant, preset, seed, data, model, micro_batch) -> Spec:
 
 def plain_command(spec: Spec, runs: Path) -> list[str]:
     """As sweep.notebook_command, without papermill."""
-    from qa_lib.run.sweep import notebook_parameters
+    from qa_lib.lab.sweep import notebook_parameters
 
     return [
         sys.executable,
@@ -136,7 +136,8 @@ def environment(notebook: Path, machine: Machine, plain: bool) -> dict[str, str]
 
 def stand_in(put=setattr) -> None:
     """Put this lab in the place of the repository's notebooks and of the driver's probe."""
-    from qa_lib.run import max_batch, sweep, tune
+    from qa_lib.lab import sweep
+    from qa_lib.lab.search import max_batch, tune
 
     put(sweep, "notebook_of", lambda variant: Path(os.environ["SMALL_NOTEBOOK"]))
     for verb in (sweep, tune, max_batch):

@@ -6,19 +6,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qa_lib import ask, plan, record
-from qa_lib.app import answer as app_answer
-from qa_lib.cli import VERBS, parser_of
+from qa_lib import ask, plan
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import Example
 from qa_lib.data.synthetic import vocabulary
-from qa_lib.presets import PRESETS
-from qa_lib.run import sweep
+from qa_lib.lab import sweep
+from qa_lib.lab.app.choices import named
+from qa_lib.lab.app.page import answer as app_answer
+from qa_lib.lab.cli import VERBS, parser_of
+from qa_lib.lab.tools.quantize import quantize_run
+from qa_lib.records import record
 from qa_lib.run.fit import fit
-from qa_lib.run.quantize import quantize_run
-from qa_lib.score.choices import named
 from qa_lib.score.decode import decode
 from qa_lib.score.predict import answer_tokens
+from qa_lib.spec.presets import PRESETS
 from tests.material import (
     best_of,
     document,

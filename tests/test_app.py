@@ -22,17 +22,17 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from starlette.exceptions import HTTPException
 
-from qa_lib import serving
 from qa_lib.__main__ import main
-from qa_lib.app import MAX_CONTEXT, Choices, answer, app, dashboard, decided, running
 from qa_lib.data.squad import open_source
+from qa_lib.lab.app import serving
+from qa_lib.lab.app.choices import named, offered
+from qa_lib.lab.app.page import MAX_CONTEXT, Choices, answer, app, dashboard, decided, running
+from qa_lib.lab.launch.warm import SERVER
 from qa_lib.model.hf_checkpoint import write_digests
-from qa_lib.record import new_record
+from qa_lib.records.record import new_record
 from qa_lib.run.plan import plan
-from qa_lib.run.warm import SERVER
 from qa_lib.score import predict
-from qa_lib.score.choices import named, offered
-from qa_lib.spec import Machine
+from qa_lib.spec.spec import Machine
 from tests import hostile
 from tests.conftest import slow
 from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for, write
@@ -304,7 +304,7 @@ def test_hostile_model_folders_are_refused_in_a_clear_sentence(runs, tmp_path, t
 def test_no_place_on_this_machine_is_told(runs, monkeypatch):
     (choice, *_) = Choices([], runs).listed()
     problem = OSError(f"{runs}/model.safetensors and /secret/place/of/mine.bin cannot be read")
-    monkeypatch.setattr("qa_lib.app._ask", Mock(side_effect=problem))
+    monkeypatch.setattr("qa_lib.lab.app.page._ask", Mock(side_effect=problem))
     said = refused("…/mine.bin cannot be read", answer, choice, "who ?", "text")
     assert str(runs) not in said and "secret" not in said
 
@@ -737,7 +737,7 @@ from qa_lib.__main__ import main
 from qa_lib import app
 def serve(parent, listener):
     print("serves")
-with patch("qa_lib.app.serve", serve):
+with patch("qa_lib.lab.app.page.serve", serve):
     sys.exit(main(["app", "--runs", sys.argv[1], "--port", "0"]))"""
     assert "serves" in python("-c", script, tmp_path, **{name: value}).stdout
 

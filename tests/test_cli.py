@@ -16,13 +16,13 @@ import huggingface_hub as hub
 import pytest
 
 from qa_lib import __main__ as cli
-from qa_lib import variants
-from qa_lib.cli import VERBS, parser_of, variants_of
 from qa_lib.errors import UserError
-from qa_lib.record import new_record
+from qa_lib.lab.cli import VERBS, parser_of, variants_of
+from qa_lib.records.record import new_record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
+from qa_lib.spec import variants
+from qa_lib.spec.spec import Machine
 from tests.conftest import slow
 from tests.material import ROOT, python, refused, table
 

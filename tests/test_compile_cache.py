@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch.utils import cpp_extension
 
+from qa_lib.lab.launch.compile_cache import PARTS, use_compile_cache
 from qa_lib.private import plain_path
-from qa_lib.run.compile_cache import PARTS, use_compile_cache
 from qa_lib.train.compile import use_plain_paths
 from tests.material import ROOT, refused
 

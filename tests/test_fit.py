@@ -8,9 +8,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from qa_lib import record, variants
 from qa_lib.model.build import HEADS, build_model
+from qa_lib.records import record
 from qa_lib.run.fit import EVALUATIONS, LOADERS, _limits, fit, out_of_memory
+from qa_lib.spec import variants
 from qa_lib.train.step_log import StepFailed
 from tests.material import end_of, python, refused
 from tests.tiny import losses_of, planned, quiet

@@ -7,8 +7,8 @@ import resource
 import psutil
 import pytest
 
-from qa_lib.cli import VERBS
-from qa_lib.record import read_record, run_files
+from qa_lib.lab.cli import VERBS
+from qa_lib.records.record import read_record, run_files
 from tests.conftest import slow
 from tests.material import python, wait_for, without_torch
 
@@ -65,8 +65,8 @@ def test_a_run_is_forked_and_leaves_nothing(swept):
 
 def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):
     script = """import os, sys, types
-sys.modules["qa_lib.run.preload"] = types.SimpleNamespace(TOUCHED=True)
-from qa_lib.run.warm import _become
+sys.modules["qa_lib.lab.launch.preload"] = types.SimpleNamespace(TOUCHED=True)
+from qa_lib.lab.launch.warm import _become
 _become([sys.executable, "-c", "import os; print(os.environ['QA_LIB_START'])"], dict(os.environ), sys.argv[1], ".")"""
     run("-c", script, tmp_path / "log")
     assert (tmp_path / "log").read_text() == "cold, since what is imported touches the GPU\n"

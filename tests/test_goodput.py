@@ -5,12 +5,12 @@ import pytest
 import torch
 
 from qa_lib.measure.trace import busy_and_exposed
-from qa_lib.record import Noise
-from qa_lib.train import zero1
-from qa_lib.train.data_parallel import OneBucketDDP, square_norm
+from qa_lib.records.record import Noise
+from qa_lib.spec.variants import Settings
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
-from qa_lib.train.process_group import ProcessGroup
-from qa_lib.variants import Settings
+from qa_lib.train.parallel import zero1
+from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
+from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.material import cases
 
 SIZE, LENGTH, SPREAD = (

@@ -17,10 +17,10 @@ from qa_lib.data.load import load_data, load_text
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
+from qa_lib.lab import sweep
 from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
-from qa_lib.run import sweep
 from qa_lib.run.fit import LOADERS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model, window_lengths

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import record
+from qa_lib.records import record
 from tests import warm
 from tests.tiny import steps_of
 

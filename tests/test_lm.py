@@ -18,23 +18,23 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data import text as tokens
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
+from qa_lib.lab import sweep
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
-from qa_lib.presets import PRESETS, find_shape
-from qa_lib.run import sweep
+from qa_lib.records import record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import evaluate
-from qa_lib.spec import resolve
+from qa_lib.spec.presets import PRESETS, find_shape
+from qa_lib.spec.spec import resolve
+from qa_lib.spec.variants import VARIANTS, find_family
 from qa_lib.train.compile import LossOf
-from qa_lib.variants import VARIANTS, find_family
 from tests.material import SQUAD, edited, refused
 from tests.tiny import CPU, H200, losses_of, planned, quiet, resized
 

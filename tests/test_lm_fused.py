@@ -12,9 +12,9 @@ from qa_lib.model import fused_blocks as blocks
 from qa_lib.model.build import apply_recipe, build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.spec.variants import VARIANTS, Settings, find_recipe
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
-from qa_lib.variants import VARIANTS, Settings, find_recipe
 from tests.kernels import DEVICE, relative, with_gradients
 from tests.material import refused
 from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout

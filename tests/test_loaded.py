@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from qa_lib.loaded import APART, CODE, LoadedCode, file_digests
-from qa_lib.record import read_record
+from qa_lib.records.record import read_record
 from qa_lib.run import fit as fitting
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import CHECKPOINT, Checkpoint
-from qa_lib.train.data_parallel import NoParallel
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.data_parallel import NoParallel
+from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.material import ROOT, python, wait_for
 from tests.tiny import planned, quiet
 
@@ -121,7 +121,12 @@ def test_a_file_that_is_new_or_gone_or_has_another_name_is_an_edit(run, package)
 
 def test_tables_beside_the_code_are_code():
     tables = "adjustments.csv conflicts.csv needs.csv lacks.csv variants.csv recipes.toml presets.toml tasks.toml"
-    beside = {*tables.split(), "train/deepspeed.json", "data/english.json", "run/squad_lengths.csv"}
+    beside = {
+        *tables.split(),
+        "train/deepspeed.json",
+        "data/english.json",
+        "lab/search/squad_lengths.csv",
+    }
     assert beside <= CODE.files.keys()
 
 

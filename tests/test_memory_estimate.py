@@ -7,13 +7,13 @@ import pytest
 import torch
 from transformers import BertConfig
 
-from qa_lib import record
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.lab.search import max_batch, memory_estimate
+from qa_lib.lab.search.memory_estimate import SquadLengths, StepMemory, estimate, gpu_of
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
-from qa_lib.run import max_batch, memory_estimate
-from qa_lib.run.memory_estimate import SquadLengths, StepMemory, estimate, gpu_of
-from qa_lib.spec import Machine
+from qa_lib.records import record
+from qa_lib.spec.spec import Machine
 from tests.conftest import slow
 from tests.material import committed, refused
 from tests.tiny import planned

@@ -10,12 +10,12 @@ import pytest
 from huggingface_hub import ModelCard, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
-from qa_lib import record
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.model.build import build_model, save_model
+from qa_lib.records import record
 from qa_lib.run import fit
-from qa_lib.run.hub import check_own, write_card
-from qa_lib.spec import Machine
+from qa_lib.spec.spec import Machine
 from tests.material import refused
 from tests.tiny import planned
 

@@ -21,13 +21,13 @@ from nbconvert import HTMLExporter
 from papermill import inspect_notebook
 from traitlets.config import PyFileConfigLoader
 
-from qa_lib import record
 from qa_lib.data.squad import open_source
-from qa_lib.presets import PRESETS
-from qa_lib.report import cli
-from qa_lib.report.notebook import answers, check_parameters, committed, finished, technique
+from qa_lib.lab.report import cli
+from qa_lib.lab.report.notebook import answers, check_parameters, committed, finished, technique
+from qa_lib.records import record
 from qa_lib.run.plan import plan
-from qa_lib.variants import FAMILIES, VARIANTS, find_variant
+from qa_lib.spec.presets import PRESETS
+from qa_lib.spec.variants import FAMILIES, VARIANTS, find_variant
 from tests.conftest import slow
 from tests.material import ROOT, document, leave, question, refused, write
 from tests.test_report import make

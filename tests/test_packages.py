@@ -22,7 +22,7 @@ from setuptools import find_packages
 from qa_lib import packages
 from qa_lib.model import build, qat
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine
+from qa_lib.spec.spec import Machine
 from tests.material import ROOT, python, refused
 from tests.tiny import planned
 
@@ -353,7 +353,7 @@ def test_ipython_shows_the_one_line_of_what_is_not_ready():
 def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from qa_lib.run.launch import probe; print(probe()[0].hardware)"
+        "from qa_lib.lab.launch.local import probe; print(probe()[0].hardware)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", program]
@@ -410,10 +410,10 @@ def unpacked(tmp_path_factory):
 def test_a_wheel_has_its_notebooks_records_and_picture(unpacked, tmp_path):
     program = """
 from qa_lib import paths, quickstart
-from qa_lib.archive import read_runs
-from qa_lib.run.recommend import COMMITTED
-from qa_lib.run.sweep import notebook_of
-from qa_lib.variants import FAMILIES, TASKS, find_family
+from qa_lib.records.archive import read_runs
+from qa_lib.lab.search.recommend import COMMITTED
+from qa_lib.lab.sweep import notebook_of
+from qa_lib.spec.variants import FAMILIES, TASKS, find_family
 assert not paths.IS_CHECKOUT
 for task in TASKS.values():
     assert read_runs(COMMITTED, task["reference"])

@@ -16,10 +16,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qa_lib.train.overlap import GradReadyHooks
-from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.process_group import ProcessGroup
-from qa_lib.train.zero1 import ALIGN, FlatShard
+from qa_lib.train.parallel.overlap import GradReadyHooks
+from qa_lib.train.parallel.pipeline import bubble, measured_bubble
+from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.parallel.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
 from tests.material import cases, table
@@ -184,7 +184,7 @@ def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, share
 
 
 def test_a_bubble_is_of_the_whole_step():
-    """Of 15 units (see train/pipeline.py) both stages compute 12; the second ends two before the first."""
+    """Of 15 units (see train/parallel/pipeline.py) both stages compute 12; the second ends two before the first."""
     assert measured_bubble([(12, 15), (12, 13)]) == pytest.approx(bubble(2, 4))
     assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24), (
         "that of the stage that waits most"

@@ -5,9 +5,10 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from qa_lib.archive import Run
+from qa_lib.lab.tools import profile
 from qa_lib.measure import trace
-from qa_lib.run import fit, profile
+from qa_lib.records.archive import Run
+from qa_lib.run import fit
 from tests.kernels import DEVICE
 from tests.material import ROOT, cases, refused, table, write
 from tests.tiny import planned, quiet

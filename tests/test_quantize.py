@@ -12,15 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
+from qa_lib.lab.app.choices import named, offered
+from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock, read_record
+from qa_lib.records.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock, read_record
 from qa_lib.run.fit import fit
-from qa_lib.run.quantize import quantize_run
-from qa_lib.score.choices import named, offered
 from qa_lib.score.predict import answering_device, load_qa_model
-from qa_lib.spec import Machine
+from qa_lib.spec.spec import Machine
 from tests.material import change_record, edited, refused, squad_folder
 from tests.tiny import planned, quiet
 

@@ -5,14 +5,15 @@ import dataclasses
 import pytest
 from transformers import BertConfig
 
-from qa_lib import record
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.presets import QUICKEST
-from qa_lib.run import launch, sweep
-from qa_lib.run import recommend as choosing
+from qa_lib.lab import sweep
+from qa_lib.lab.launch import local as launch
+from qa_lib.lab.search import recommend as choosing
+from qa_lib.lab.sweep import notebook_parameters
+from qa_lib.records import record
 from qa_lib.run.plan import plan
-from qa_lib.run.sweep import notebook_parameters
-from qa_lib.spec import Machine
+from qa_lib.spec.presets import QUICKEST
+from qa_lib.spec.spec import Machine
 from tests.material import leave, refused
 from tests.tiny import CPU, checkpoint
 

@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 
-from qa_lib.presets import PRESETS
-from qa_lib.record import read_record, run_files
+from qa_lib.records.record import read_record, run_files
+from qa_lib.spec.presets import PRESETS
 from tests.material import ROOT, squad_folder
 from tests.test_notebooks import names, run_here
 from tests.tiny import checkpoint

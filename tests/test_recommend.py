@@ -12,19 +12,22 @@ import torch
 from transformers import BertConfig, DistilBertConfig
 
 import qa_lib
-from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.squad import DataError
 from qa_lib.errors import UserError
+from qa_lib.lab import sweep
+from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch import process
+from qa_lib.lab.report import load
+from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
+from qa_lib.lab.search import recommend as choosing
 from qa_lib.measure import hardware
-from qa_lib.report import load
-from qa_lib.report.stats import BASELINE, MARGIN, equivalence
-from qa_lib.run import fit, launch, process, sweep
-from qa_lib.run import recommend as choosing
+from qa_lib.records import record
+from qa_lib.run import fit
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, resolve
+from qa_lib.spec.spec import Machine, resolve
+from qa_lib.spec.variants import TASKS, VARIANTS, find_recipe
 from qa_lib.train.step_log import StepFailed
-from qa_lib.variants import TASKS, VARIANTS, find_recipe
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import cases, committed, leave, refused, table, write
@@ -240,14 +243,14 @@ def test_mistakes_are_told_by_their_kind():
 
     for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
         if not module.name.startswith(
-            ("qa_lib.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.app")
+            ("qa_lib.lab.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.lab.app.page")
         ):
             importlib.import_module(module.name)
     kinds = [UserError]
     for one in kinds:
         kinds += one.__subclasses__()
         assert (
-            one.__module__.startswith(("qa_lib.report", "qa_lib.train", "tests"))
+            one.__module__.startswith(("qa_lib.lab.report", "qa_lib.train", "tests"))
             or one.__name__ in record.MISTAKES
         )
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib import record
-from qa_lib.archive import read_runs
-from qa_lib.run.warm import SERVER
+from qa_lib.lab.launch.warm import SERVER
+from qa_lib.records import record
+from qa_lib.records.archive import read_runs
 from tests.material import ROOT, cases, leave, python, refused
 from tests.tiny import planned
 
@@ -119,7 +119,7 @@ def checkout(tmp_path, monkeypatch):
     monkeypatch.delenv("QA_LIB_COMMIT", raising=False)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
     (tmp_path / "qa_lib").mkdir()
-    for name in ("CITATION.cff", "README.md", "requirements.txt", "qa_lib/record.py"):
+    for name in ("CITATION.cff", "README.md", "requirements.txt", "qa_lib/records/record.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b.c commit -qm first"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
@@ -178,7 +178,7 @@ def test_links_mend_a_placeholder_that_came_after_the_first_time(checkout):
     assert links(checkout, "https://github.com/some-one/lab", "--check").stderr == ""
 
 
-CODE = "qa_lib/record.py notebooks/systems.ipynb notebooks/links.py qa_lib/new.py"
+CODE = "qa_lib/records/record.py notebooks/systems.ipynb notebooks/links.py qa_lib/new.py"
 
 
 @pytest.mark.parametrize("name", CODE.split())

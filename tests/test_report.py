@@ -16,13 +16,13 @@ from scipy.optimize import curve_fit
 from scipy.stats import t as student
 
 from qa_lib.__main__ import main
-from qa_lib.archive import read_runs, write_archive
-from qa_lib.report import cli, figures, load, readme, scaling, stats, style
-from qa_lib.report.load import NotMeasured, load_runs, select
-from qa_lib.report.notebook import advice, family_table
-from qa_lib.report.summary import change, result_table, summary
-from qa_lib.spec import resolve
-from qa_lib.variants import RECOMMENDED, TASKS, VARIANTS
+from qa_lib.lab.report import cli, figures, load, readme, scaling, stats, style
+from qa_lib.lab.report.load import NotMeasured, load_runs, select
+from qa_lib.lab.report.notebook import advice, family_table
+from qa_lib.lab.report.summary import change, result_table, summary
+from qa_lib.records.archive import read_runs, write_archive
+from qa_lib.spec.spec import resolve
+from qa_lib.spec.variants import RECOMMENDED, TASKS, VARIANTS
 from tests.material import ROOT, change_record, committed, edited, leave, refused, write
 from tests.tiny import CPU, H200
 

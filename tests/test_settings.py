@@ -20,6 +20,7 @@ from torch._functorch import config as functorch_config
 from transformers import Trainer
 
 from qa_lib.data.load import batches_of, load_data
+from qa_lib.errors import SpecError
 from qa_lib.model.attention import FusedSelfAttention
 from qa_lib.model.build import DTYPES as DTYPES_OF
 from qa_lib.model.build import build_model
@@ -27,10 +28,11 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit
-from qa_lib.spec import adjust, missing
-from qa_lib.train import data_parallel, loop, optim, overlap, pipeline, tensor, trainer, zero1
+from qa_lib.spec.spec import adjust, missing
+from qa_lib.spec.variants import CONFLICTS, VARIANTS, Settings, _matches, choices, find_recipe
+from qa_lib.train import loop, optim, trainer
 from qa_lib.train.master_adamw import MasterAdamW
-from qa_lib.variants import CONFLICTS, VARIANTS, Settings, SpecError, _matches, choices, find_recipe
+from qa_lib.train.parallel import data_parallel, overlap, pipeline, tensor, zero1
 from tests import tiny
 from tests.material import cases, refused
 from tests.pairs import combinations, pairs_of

@@ -13,9 +13,9 @@ import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
-from qa_lib.record import read_record, run_files
-from qa_lib.report import load
-from qa_lib.run import launch
+from qa_lib.lab.launch import local as launch
+from qa_lib.lab.report import load
+from qa_lib.records.record import read_record, run_files
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
 from tests.test_notebooks import names, run_here

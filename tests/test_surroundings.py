@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
+from qa_lib.lab.launch.process import child_env
 from qa_lib.packages import KERNELS, jupyter_path
-from qa_lib.run.process import child_env
 from tests.material import leave, python
 from tests.tiny import planned
 

@@ -17,14 +17,14 @@ import psutil
 import pytest
 import torch
 
-from qa_lib import record
 from qa_lib.errors import Stopped, UserError
+from qa_lib.lab.launch import torchrun
+from qa_lib.lab.launch.process import call, kill
 from qa_lib.measure import hardware
-from qa_lib.run import torchrun
+from qa_lib.records import record
 from qa_lib.run.fit import fit, noting_faults, recording
-from qa_lib.run.process import call, kill
 from qa_lib.train.checkpoint import CHECKPOINT
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.process_group import ProcessGroup
 from tests import faulty, warm
 from tests.material import ROOT, cases, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of

@@ -11,12 +11,12 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
+from qa_lib.spec.variants import VARIANTS, Settings
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
-from qa_lib.variants import VARIANTS, Settings
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
 from tests.tiny import (

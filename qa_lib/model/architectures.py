@@ -55,7 +55,7 @@ class Encoder:
     positions_after_padding: bool = False
     # For names in RECIPES, what is called otherwise here: names with blanks between them.
     adapters: Mapping[str, str] = field(default_factory=dict)
-    # Whether run/memory_estimate.py knows what a layer keeps for its backward pass.
+    # Whether lab/search/memory_estimate.py knows what a layer keeps for its backward pass.
     memory_known: bool = True
 
 

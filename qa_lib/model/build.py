@@ -30,9 +30,9 @@ from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.packages import adapters_fault
-from qa_lib.presets import HEAD, find_shape
-from qa_lib.spec import Spec
-from qa_lib.variants import Recipe, Settings, lacking
+from qa_lib.spec.presets import HEAD, find_shape
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # the size of a vocabulary is rounded up to a multiple of this
 HEADS = {"qa": AutoModelForQuestionAnswering, "lm": AutoModelForCausalLM}

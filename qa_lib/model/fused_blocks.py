@@ -42,7 +42,7 @@ from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
-from qa_lib.variants import Settings
+from qa_lib.spec.variants import Settings
 
 # What hash dropout replaces.
 

@@ -23,24 +23,14 @@ import psutil
 import torch
 from safetensors import SafetensorError
 
-from qa_lib import record
 from qa_lib.calls import checked, expect, expect_folder
-from qa_lib.cli import own_of
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by, wrapped
-from qa_lib.loaded import CODE, said_of_changes
-from qa_lib.measure import hardware
-from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
-from qa_lib.model.architectures import param_counts
-from qa_lib.model.build import DTYPES, build_model, save_model
-from qa_lib.model.load import check_tokenizer
-from qa_lib.model.qat import WIDTHS
-from qa_lib.run.compile_cache import use_compile_cache
-from qa_lib.run.hub import check_own, write_card
-from qa_lib.run.launch import Launcher, is_finished, run_in_turn
-from qa_lib.run.plan import check_planned, plan
-from qa_lib.run.process import (
+from qa_lib.lab.cli import own_of
+from qa_lib.lab.launch.compile_cache import use_compile_cache
+from qa_lib.lab.launch.local import Launcher, is_finished, run_in_turn
+from qa_lib.lab.launch.process import (
     SHARE,
     START,
     WARM,
@@ -48,10 +38,20 @@ from qa_lib.run.process import (
     follow_driver,
     with_driver,
 )
-from qa_lib.run.torchrun import fault_path, faults, first_fault, run_processes
+from qa_lib.lab.launch.torchrun import fault_path, faults, first_fault, run_processes
+from qa_lib.lab.tools.push import check_own, write_card
+from qa_lib.loaded import CODE, said_of_changes
+from qa_lib.measure import hardware
+from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
+from qa_lib.model.architectures import param_counts
+from qa_lib.model.build import DTYPES, build_model, save_model
+from qa_lib.model.load import check_tokenizer
+from qa_lib.model.qat import WIDTHS
+from qa_lib.records import record
+from qa_lib.run.plan import check_planned, plan
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import (
     forget_compiled,
@@ -59,10 +59,10 @@ from qa_lib.train.compile import (
     start_compilers,
     use_plain_paths,
 )
-from qa_lib.train.data_parallel import gather_model
 from qa_lib.train.grad_noise import efficiency
-from qa_lib.train.pipeline import bubble, measured_bubble
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.data_parallel import gather_model
+from qa_lib.train.parallel.pipeline import bubble, measured_bubble
+from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
 # Another task takes a loader in data/load.py, an evaluation in score/evaluate.py, a preset that names it, variants, and

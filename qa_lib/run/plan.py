@@ -14,10 +14,10 @@ from qa_lib.calls import check_names, checked, expect, expect_folder, shown
 from qa_lib.data.squad import DataError, hash_files, open_source, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
-from qa_lib.errors import UserError
+from qa_lib.errors import SpecError, UserError
 from qa_lib.model.architectures import find_encoder, positions_in
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
-from qa_lib.presets import (
+from qa_lib.spec.presets import (
     HEAD,
     QUICKEST,
     Preset,
@@ -27,8 +27,8 @@ from qa_lib.presets import (
     sized,
     whole_number,
 )
-from qa_lib.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.variants import Settings, SpecError, find_variant, lacking
+from qa_lib.spec.spec import Machine, Spec, resolve, sha256_of_json, unshared
+from qa_lib.spec.variants import Settings, find_variant, lacking
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -60,7 +60,7 @@ def plan(
     arguments of `resolve`. A list in place of a size gives every variant a spec for each, and several lists their
     product.
 
-    What is left to the machine is chosen by run/recommend.py, by the records below `runs` too, and said in the first
+    What is left to the machine is chosen by lab/search/recommend.py, by the records below `runs` too, and said in the first
     line of a spec's `adjusted`: `recommended` becomes the variant, and without `micro_batch` the size, that suits it.
     At the presets for one's own training (presets.QUICKEST) all other variants get, without `micro_batch`, the quickest
     size that fits all of them, which divides the `batch`.
@@ -71,7 +71,9 @@ def plan(
     """
     check_names("plan", own, [*inspect.signature(plan).parameters, *OF_OWN, "stages"])
     expect_folder("runs", runs)
-    expect("machine", machine, Machine | None, "give a qa_lib.spec.Machine, or None for this one")
+    expect(
+        "machine", machine, Machine | None, "give a qa_lib.spec.spec.Machine, or None for this one"
+    )
     expect("left_out", left_out, list | None, "give a list, to which sentences are added")
     preset = named_or_own(preset, data, model)
     size = find_preset(preset)
@@ -151,7 +153,7 @@ def _chosen(
     stays a choice: another takes its place if it fails."""
     if not any(spec.chosen for spec in specs):
         return specs
-    from qa_lib.run.recommend import choose, with_quickest_size  # imports torch, too
+    from qa_lib.lab.search.recommend import choose, with_quickest_size  # imports torch, too
 
     specs = [choose(spec, machine, runs) if spec.recommended else spec for spec in specs]
     specs = with_quickest_size(specs, machine, runs, has_config)

@@ -29,8 +29,8 @@ import torch
 
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
-from qa_lib.presets import ANSWER_TOKENS
-from qa_lib.record import writable, writable_folder, write_atomically
+from qa_lib.records.record import writable, writable_folder, write_atomically
+from qa_lib.spec.presets import ANSWER_TOKENS
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN

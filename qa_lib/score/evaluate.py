@@ -24,12 +24,12 @@ from qa_lib.data.squad import DataError
 from qa_lib.data.windows import Samples
 from qa_lib.model.architectures import max_positions
 from qa_lib.model.build import DTYPES
-from qa_lib.record import SCORING, write_atomically
+from qa_lib.records.record import SCORING, write_atomically
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
-from qa_lib.spec import Spec
-from qa_lib.variants import TASKS
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.variants import TASKS
 
 BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential

@@ -33,8 +33,8 @@ from qa_lib.errors import UserError
 from qa_lib.model.architectures import max_positions
 from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint
 from qa_lib.model.load import check_tokenizer, load
-from qa_lib.presets import ANSWER_TOKENS, MOST, stride_of, whole_number
 from qa_lib.score.decode import LOWEST, Answers, decode
+from qa_lib.spec.presets import ANSWER_TOKENS, MOST, stride_of, whole_number
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
 # Without cuDNN's, which is prepared anew for each batch's shape, for longer than the batch then takes.

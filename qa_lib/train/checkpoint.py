@@ -12,9 +12,9 @@ from safetensors import safe_open
 
 from qa_lib.loaded import CODE, LoadedCode, said_of_changes
 from qa_lib.measure.hardware import libraries
-from qa_lib.record import RecordError, code_version, writable
-from qa_lib.spec import Spec
-from qa_lib.train.data_parallel import NoParallel, gather, shard
+from qa_lib.records.record import RecordError, code_version, writable
+from qa_lib.spec.spec import Spec
+from qa_lib.train.parallel.data_parallel import NoParallel, gather, shard
 
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run that is unfinished
 

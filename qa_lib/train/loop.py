@@ -14,11 +14,10 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import PEAK_FROM, Hooks, Meter
 from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import ChunkedLossOf, LossOf, compile_kernels
 from qa_lib.train.cuda_graph import GraphedStep
-from qa_lib.train.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.optim import (
     Precision,
     build_optimizer,
@@ -28,12 +27,13 @@ from qa_lib.train.optim import (
     trained,
     unscale,
 )
-from qa_lib.train.overlap import OverlapDDP, OverlapZero1
-from qa_lib.train.pipeline import Pipeline
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
+from qa_lib.train.parallel.overlap import OverlapDDP, OverlapZero1
+from qa_lib.train.parallel.pipeline import Pipeline
+from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.parallel.tensor import Tensor
+from qa_lib.train.parallel.zero1 import Zero1
 from qa_lib.train.step_log import StepFailed, StepLog
-from qa_lib.train.tensor import Tensor
-from qa_lib.train.zero1 import Zero1
 
 STRATEGIES = {
     "none": NoParallel,

@@ -94,7 +94,7 @@ class MasterAdamW(torch.optim.Optimizer):
         super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
         # The norm of all gradients from that of these; a process with a share of them replaces it
-        # (train/data_parallel.py).
+        # (train/parallel/data_parallel.py).
         self.global_norm = lambda norm: norm
         parameters = self.param_groups[0]["params"]
         elements = 0

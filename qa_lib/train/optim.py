@@ -9,7 +9,7 @@ E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, which a T
 from 8.0 on.
 
 Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in
-run/memory_estimate.py.
+lab/search/memory_estimate.py.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from qa_lib.model.build import DTYPES
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.variants import Settings
 from qa_lib.train.master_adamw import MasterAdamW
-from qa_lib.variants import Settings
 
 CLIP = 1.0  # the norm to which gradients are clipped
 

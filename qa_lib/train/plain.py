@@ -13,9 +13,9 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate, peak_rate, set_rate
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
 

@@ -10,10 +10,10 @@ from tqdm import tqdm
 
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import Meter
-from qa_lib.record import RecordError, open_to_write, read_steps
-from qa_lib.spec import Spec
+from qa_lib.records.record import RecordError, open_to_write, read_steps
+from qa_lib.spec.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.process_group import ProcessGroup
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 # Steps between two looks of several processes, whose clocks differ and which must look together.

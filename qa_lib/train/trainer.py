@@ -20,9 +20,9 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 from qa_lib.data.batches import Batches
 from qa_lib.measure.hardware import polled_utilization
 from qa_lib.measure.meter import Hooks, Meter
-from qa_lib.spec import Spec
+from qa_lib.spec.spec import Spec
 from qa_lib.train.optim import CLIP, peak_rate
-from qa_lib.train.process_group import ProcessGroup
+from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
 # Its "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.

@@ -1,0 +1,112 @@
+"""Processes that begin with PyTorch and the library imported: forked from a server that has imported them once.
+
+Imports take longer than a small training. A notebook's kernel is forked as well, so that neither papermill nor the run
+in the kernel waits for them. Each run still has processes of its own, forked before anything asks CUDA: it sees its
+cards for the first time, and what it leaves behind dies with it. Where the imports have touched CUDA all the same, the
+process begins anew, cold.
+"""
+
+import contextlib
+import importlib
+import multiprocessing
+import os
+import runpy
+import sys
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from qa_lib.lab.launch.process import START, WARM
+
+COLD = "cold, since what is imported touches the GPU"
+SERVER = multiprocessing.get_context("forkserver")
+PRELOAD = "qa_lib.lab.launch.preload"  # of the server's processes alone
+SERVER.set_forkserver_preload([PRELOAD])
+
+
+class Forked:
+    """A multiprocessing process as subprocess.Popen has it, which the launcher and jupyter_client know."""
+
+    stdin = stdout = stderr = None
+
+    def __init__(self, process: multiprocessing.process.BaseProcess):
+        process.start()
+        self._process, self.pid = process, process.pid
+        self.terminate, self.kill = process.terminate, process.kill
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    returncode = property(poll)
+
+    def wait(self) -> int | None:
+        self._process.join()
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+
+def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
+    """A warm process that is `command`, which is of a Python with -m, in `env`; its output goes to the file `log`.
+
+    The server is started with the first one, and ends with the process that calls this."""
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
+        "1"  # else torch.cuda.is_available() initializes CUDA
+    )
+    return Forked(SERVER.Process(target=_become, args=(command, env, str(log), os.getcwd())))
+
+
+def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> None:
+    """Be the command, in an environment and a folder."""
+    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    if importlib.import_module(PRELOAD).TOUCHED:
+        os.chdir(folder)
+        os.execve(command[0], command, env | {START: COLD})
+    _take_on(env | {START: WARM}, folder)
+    if command[2] in ("papermill", "qa_lib"):
+        _fork_kernel()
+    _run_module(command[2:])
+
+
+def _take_on(env: dict[str, str], folder: str) -> None:
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(folder)
+
+
+def _run_module(words: list[str]) -> None:
+    """Be `python -m WORDS`."""
+    sys.argv = [*words]
+    runpy.run_module(words[0], run_name="__main__", alter_sys=True)
+
+
+def _fork_kernel() -> None:
+    """Fork what will be the notebook's kernel, before papermill has threads, and let it wait for its command."""
+    from jupyter_client.provisioning import local_provisioner
+
+    ours, theirs = multiprocessing.Pipe()
+    kernel = Forked(
+        multiprocessing.get_context("fork").Process(
+            target=_be_kernel, args=(ours, theirs), daemon=True
+        )
+    )
+    theirs.close()
+
+    def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:
+        # Where papermill is by now: it has changed folder since the kernel was forked.
+        ours.send((command[2:], env | {"JPY_PARENT_PID": str(os.getpid())}, cwd or os.getcwd()))
+        return kernel
+
+    local_provisioner.launch_kernel = launch
+
+
+def _be_kernel(ours: Connection, theirs: Connection) -> None:
+    """Wait for the kernel's command, and run it; end where none comes."""
+    ours.close()
+    os.setsid()
+    with contextlib.suppress(EOFError):
+        words, env, folder = theirs.recv()
+        _take_on(env, folder)
+        _run_module(words)

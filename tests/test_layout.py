@@ -1,0 +1,135 @@
+"""The layout of the package: which part may import which, and what does without PyTorch."""
+
+import ast
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from qa_lib.paths import PACKAGE
+from tests.material import without_torch
+
+# Each part of the package imports itself and what stands before it. `lab` is last: it starts, searches, shows and
+# tells, and the library below it works without it.
+ORDER = [
+    "loaded",
+    "errors",
+    "calls",
+    "private",
+    "paths",
+    "packages",
+    "versions",
+    "spec",
+    "records",
+    "peers",
+    "data",
+    "kernels",
+    "model",
+    "measure",
+    "train",
+    "score",
+    "run",
+    "lab",
+    "__main__",
+]
+# These could be taken out of the package as they are: they import nothing else of it.
+BY_THEMSELVES = ["peers", "kernels"]
+# A driver starts runs, and a report shows them, without PyTorch, which takes seconds and holds a GPU.
+WITHOUT_TORCH = [
+    "loaded",
+    "errors",
+    "calls",
+    "paths",
+    "packages",
+    "versions",
+    "spec",
+    "records",
+    "measure.trace",
+    "run.plan",
+    "lab.cli",
+    "lab.sweep",
+    "lab.launch.local",
+    "lab.launch.process",
+    "lab.report",
+    "lab.tools.push",
+]
+MODULES = {
+    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts): path
+    for path in sorted(PACKAGE.rglob("*.py"))
+}
+
+
+def imports_of(module: Path) -> list[tuple[int, str]]:
+    """(line, name) of everything that a file imports from the package, also inside functions."""
+    found = []
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [(node.lineno, alias.name) for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            found += [(node.lineno, f"{node.module}.{alias.name}") for alias in node.names]
+    return [(line, name) for line, name in found if name.startswith("qa_lib")]
+
+
+def part_of(module: Path) -> str:
+    """The part of the package that a file is, or lies in."""
+    return module.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def allowed_imports(part: str) -> list[str]:
+    """The parts that a part may import."""
+    if part in BY_THEMSELVES:
+        return [part]
+    return ORDER[: ORDER.index(part) + 1]
+
+
+@pytest.mark.parametrize(
+    "module", [name for name, path in MODULES.items() if path.name != "__init__.py"]
+)
+def test_a_module_imports_only_what_stands_before_it(module):
+    allowed = allowed_imports(part_of(MODULES[module]))
+    wrong = [
+        f"line {line} imports {name}"
+        for line, name in imports_of(MODULES[module])
+        if name.split(".")[1] not in allowed
+    ]
+    assert not wrong
+
+
+def test_packages_hold_nothing_themselves():
+    # The package's own face hands on names, and that of `data` asks the versions of libraries before its modules
+    # import them.
+    faces = [PACKAGE / "__init__.py", PACKAGE / "data" / "__init__.py"]
+    others = [path for path in PACKAGE.rglob("__init__.py") if path not in faces]
+    assert len(others) > 10
+    assert [path for path in others if path.read_text(encoding="utf-8")] == []
+
+
+def test_no_module_imports_itself_by_a_detour():
+    wanted = {}
+    for module, path in MODULES.items():
+        names = [name for _, name in imports_of(path)]
+        names += [name.rpartition(".")[0] for name in names]
+        wanted[module] = set(names) & MODULES.keys() - {module}
+    TopologicalSorter(
+        wanted
+    ).prepare()  # raises CycleError, which names those that import each other
+
+
+@pytest.mark.parametrize("module", ["errors", "spec.variants", "spec.presets", "spec.spec"])
+def test_what_a_run_is_needs_the_standard_library_alone(module):
+    tree = ast.parse(MODULES[f"qa_lib.{module}"].read_text(encoding="utf-8"))
+    roots = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            roots |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            roots.add(node.module.split(".")[0])
+    assert roots - {"qa_lib"} <= set(sys.stdlib_module_names)
+
+
+def test_specs_driver_and_report_do_without_torch(tmp_path):
+    wanted = tuple(f"qa_lib.{name}" for name in WITHOUT_TORCH)
+    names = [name for name in MODULES if f"{name}.".startswith(tuple(f"{one}." for one in wanted))]
+    assert len(names) > 15
+    without_torch(tmp_path, "-c", f"import {', '.join(names)}")
