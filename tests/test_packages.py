@@ -23,6 +23,7 @@ from qa_lib import packages
 from qa_lib.model import build, qat
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
+from qa_lib.spec.variants import TASKS
 from tests.material import ROOT, python, refused
 from tests.tiny import planned
 
@@ -85,10 +86,9 @@ def test_the_package_has_all_its_folders_and_the_reference_records():
         [*find_packages(str(ROOT), include=["qa_lib*"]), "qa_lib.files"]
     )
     files = PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]
-    tasks = tomllib.loads((ROOT / "qa_lib" / "tasks.toml").read_text(encoding="utf-8"))
-    groups = {task["reference"] for task in tasks.values()}
+    groups = {task["reference"] for task in TASKS.values()}
     assert {f"runs/{group}.jsonl" for group in groups} <= set(files)
-    assert f"figures/{tasks['qa']['reference']}/ladder.png" in files
+    assert f"figures/{TASKS['qa']['reference']}/ladder.png" in files
     assert [name for name in files if not list(ROOT.glob(name))] == []
 
 
@@ -409,7 +409,8 @@ def unpacked(tmp_path_factory):
 
 def test_a_wheel_has_its_notebooks_records_and_picture(unpacked, tmp_path):
     program = """
-from qa_lib import paths, quickstart
+from qa_lib import paths
+from qa_lib.lab import quickstart
 from qa_lib.records.archive import read_runs
 from qa_lib.lab.search.recommend import COMMITTED
 from qa_lib.lab.sweep import notebook_of

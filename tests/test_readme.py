@@ -177,6 +177,6 @@ def test_the_package_imports_what_is_asked_of_it():
         code=1,
     )
     assert (
-        done.stdout == "False ['plan', 'fit', 'ask', 'load_data']\n"
+        done.stdout == "False ['plan', 'fit', 'ask', 'load_data', 'app']\n"
         and "it has plan, fit, ask, load" in done.stderr
     )

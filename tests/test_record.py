@@ -118,12 +118,12 @@ def checkout(tmp_path, monkeypatch):
     """A commit of a few of this repository's files, of which `record` takes itself to be one."""
     monkeypatch.delenv("QA_LIB_COMMIT", raising=False)
     shutil.copytree(ROOT / "notebooks", tmp_path / "notebooks")
-    (tmp_path / "qa_lib").mkdir()
+    (tmp_path / "qa_lib" / "records").mkdir(parents=True)
     for name in ("CITATION.cff", "README.md", "requirements.txt", "qa_lib/records/record.py"):
         shutil.copy(ROOT / name, tmp_path / name)
     for words in ("init -q", "add .", "-c user.name=a -c user.email=a@b.c commit -qm first"):
         subprocess.run(["git", *words.split()], cwd=tmp_path, check=True)
-    monkeypatch.setattr(record, "__file__", str(tmp_path / "qa_lib" / "record.py"))
+    monkeypatch.setattr(record, "__file__", str(tmp_path / "qa_lib" / "records" / "record.py"))
     return tmp_path
 
 

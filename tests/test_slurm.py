@@ -23,7 +23,7 @@ from tests.tiny import CPU
 RUN = """
 import sys, time
 from pathlib import Path
-from qa_lib import record
+from qa_lib.records import record
 run_dir = Path(sys.argv[1])
 entry = record.read_record(run_dir)
 record.write_record(run_dir, entry | {"status": "running"})

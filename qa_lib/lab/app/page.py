@@ -20,6 +20,7 @@ import pandas as pd
 from starlette.applications import Starlette
 from tqdm import tqdm
 
+from qa_lib.calls import checked
 from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.lab.app.choices import Choices, named
@@ -418,6 +419,7 @@ def running(runs: Path) -> str:
     return "".join(found)
 
 
+@checked
 def app(
     *models: str, runs: str | Path = "runs", figures: str | Path = "figures", share: bool = False
 ) -> gr.Blocks:
