@@ -17,7 +17,7 @@ import pytest
 
 from qa_lib import __main__ as cli
 from qa_lib.errors import UserError
-from qa_lib.lab.cli import VERBS, parser_of, variants_of
+from qa_lib.lab.cli.verbs import VERBS, parser_of, variants_of
 from qa_lib.records.record import new_record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan

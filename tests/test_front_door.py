@@ -7,7 +7,7 @@ import resource
 import psutil
 import pytest
 
-from qa_lib.lab.cli import VERBS
+from qa_lib.lab.cli.verbs import VERBS
 from qa_lib.records.record import read_record, run_files
 from tests.conftest import slow
 from tests.material import python, wait_for, without_torch
