@@ -80,7 +80,7 @@ def export_parser() -> Parser:
 
     parser = Parser(
         verb="export",
-        summary="records as CSV; runs, also while they train, for TensorBoard, W&B or trackio",
+        summary="bring records into a CSV, or runs, also while they train, into a tracker",
         examples=[
             "python -m qa_lib export --csv runs.csv",
             "python -m qa_lib export --tensorboard logs/   # then: tensorboard --logdir logs/",

@@ -17,7 +17,7 @@ def profile_parser() -> Parser:
 
     parser = Parser(
         verb="profile",
-        summary="where a variant's step spends its time and memory",
+        summary="tell where a variant's step spends its time and memory",
         examples=[
             "python -m qa_lib profile A1 --preset smoke",
             "python -m qa_lib profile recommended --preset bench --data squad/ \\",
@@ -60,7 +60,9 @@ def memory_parser() -> Parser:
     options.add_preset(parser)
     options.add_sources(parser)
     options.add_sizes(parser, several=True)
-    options.add_compute_capability(parser, help="of the GPU (default: 9.0, an H100)")
+    options.add_compute_capability(
+        parser, help="compute capability of the GPU (default: 9.0, an H100)"
+    )
     return parser
 
 
@@ -76,8 +78,7 @@ def max_batch_parser() -> Parser:
         verb="max-batch",
         summary="find a variant's largest micro-batch under a cap on GPU memory",
         examples=[
-            "python -m qa_lib max-batch A3 --limit-gib 14.9 --compute-capability 7.5 \\",
-            "    --model bert/",
+            "python -m qa_lib max-batch A3 --limit-gib 14.9 --compute-capability 7.5 --model bert/",
         ],
         load_main=load_main,
     )

@@ -16,28 +16,32 @@ from qa_lib.spec.variants import find_family
 SHOWN_PRESETS = ("smoke", "bench", "full", OWN)
 
 
-def add_option(
+def add_list(
     parser: Parser,
     name: str,
     kind: Callable[[str], object],
     metavar: str,
     help: str,
-    several: bool = False,
     default: list | None = None,
 ) -> None:
-    """Add an option that takes a value, or `several`: a list, with spaces or commas."""
+    """Add an option that takes several values, with spaces or commas between them."""
+    parser.add_argument(
+        name,
+        type=values.list_of(kind),
+        nargs="+",
+        action=values.JoinLists,
+        default=default,
+        metavar=metavar,
+        help=help,
+    )
+
+
+def add_count(parser: Parser, name: str, help: str, several: bool) -> None:
+    """Add an option that takes a whole number from 1, or `several`, each for runs of its own."""
     if several:
-        parser.add_argument(
-            name,
-            type=values.list_of(kind),
-            nargs="+",
-            action=values.JoinLists,
-            default=default,
-            metavar=metavar,
-            help=help,
-        )
+        add_list(parser, name, values.count, metavar="N", help=f"{help}; several: each")
     else:
-        parser.add_argument(name, type=kind, default=default, metavar=metavar, help=help)
+        parser.add_argument(name, type=values.count, metavar="N", help=help)
 
 
 def add_variant(parser: Parser) -> None:
@@ -102,66 +106,54 @@ def add_sources(parser: Parser) -> None:
 
 def add_seeds(parser: Parser) -> None:
     """Add --seeds."""
-    add_option(
+    add_list(
         parser,
         "--seeds",
         values.seed,
         metavar="N",
         help="a run of every variant for each (default: 0)",
-        several=True,
         default=[0],
     )
 
 
 def add_batch_sizes(parser: Parser, several: bool = False) -> None:
-    """Add --micro-batch and --batch; `several`: what is done is done at each size."""
-    each = "; several: each" if several else ""
-    add_option(
+    """Add --micro-batch and --batch; `several`: lists of them."""
+    add_count(
         parser,
         "--micro-batch",
-        values.count,
-        metavar="N",
         help="samples in one forward pass (default: 8; at presets local, full and quality the "
-        f"quickest that fits the GPU){each}",
+        "quickest that fits the GPU)",
         several=several,
     )
-    add_option(
+    add_count(
         parser,
         "--batch",
-        values.count,
-        metavar="N",
-        help=f"samples in an optimizer step (default: the preset's){each}",
+        help="samples in an optimizer step (default: the preset's)",
         several=several,
     )
 
 
 def add_sizes(parser: Parser, several: bool = False) -> None:
-    """Add --micro-batch, --batch and --max-length; `several`: what is done is done at each size."""
+    """Add --micro-batch, --batch and --max-length; `several`: lists of sizes."""
     add_batch_sizes(parser, several)
-    each = "; several: each" if several else ""
-    add_option(
+    add_count(
         parser,
         "--max-length",
-        values.count,
-        metavar="N",
         help="tokens of a sample (default: the preset's); below 256 tokens, neighbouring windows "
-        f"overlap by a third{each}",
+        "overlap by a third",
         several=several,
     )
 
 
 def add_overrides(parser: Parser, several: bool = False) -> None:
     """Add what a run can have otherwise than its preset: --micro-batch and what `overrides_of`
-    reads; `several`: lists of sizes and numbers of processes."""
+    reads; `several`: lists of sizes and of numbers of processes."""
     add_sizes(parser, several)
     add_trained_answer_length(parser)
-    each = "; several: each" if several else ""
-    add_option(
+    add_count(
         parser,
         "--world",
-        values.count,
-        metavar="N",
-        help=f"processes of a variant of family P, one a GPU (default: 2){each}",
+        help="processes of a variant of family P, one a GPU (default: 2)",
         several=several,
     )
     parser.add_argument(
@@ -180,7 +172,7 @@ def add_overrides(parser: Parser, several: bool = False) -> None:
         "--learning-rate",
         type=values.learning_rate,
         metavar="X",
-        help="its peak, before a recipe's factor (default: the preset's)",
+        help="peak of the learning rate, before a recipe's factor (default: the preset's)",
     )
 
 
@@ -240,14 +232,13 @@ def add_figures(parser: Parser) -> None:
 
 def add_gpus(parser: Parser) -> None:
     """Add --gpus."""
-    add_option(
+    add_list(
         parser,
         "--gpus",
         values.gpu_index,
         metavar="N",
-        help="GPUs to use at once; one that is named twice has two runs at a time (default: one run "
-        "at a time)",
-        several=True,
+        help="GPUs to use at once; one that is named twice has two runs at a time (default: one "
+        "run at a time)",
     )
 
 
@@ -257,13 +248,13 @@ def add_time_limit(parser: Parser) -> None:
         "--time-limit",
         type=values.count,
         metavar="SECONDS",
-        help="for each run (default: the preset's)",
+        help="seconds that each run may take (default: the preset's)",
     )
 
 
 def add_force(parser: Parser) -> None:
     """Add --force."""
-    parser.add_argument("--force", action="store_true", help="train again what is finished, too")
+    parser.add_argument("--force", action="store_true", help="train again what is finished")
 
 
 def add_compile_cache(parser: Parser) -> None:
@@ -272,7 +263,7 @@ def add_compile_cache(parser: Parser) -> None:
         "--compile-cache",
         type=values.folder,
         metavar="DIR",
-        help="keep what is compiled there, and take it from there (a folder of yours)",
+        help="keep compiled code in this folder, and take it from there; it has to be yours",
     )
 
 

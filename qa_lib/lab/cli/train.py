@@ -77,13 +77,12 @@ def sweep_parser() -> Parser:
         ],
         load_main=load_main,
     )
-    options.add_option(
+    options.add_list(
         parser,
         "--variants",
         values.variant,
         metavar="VARIANT",
         help="these alone (default: all of the preset's task)",
-        several=True,
     )
     options.add_family(parser)
     options.add_preset(parser)
@@ -140,22 +139,20 @@ def tune_parser() -> Parser:
     options.add_preset(parser)
     options.add_sources(parser)
     options.add_seeds(parser)
-    options.add_option(
+    options.add_list(
         parser,
         "--learning-rate",
         values.learning_rate,
         metavar="X",
         help="rates to try, before a recipe's factor (default: the preset's)",
-        several=True,
         default=[],
     )
-    options.add_option(
+    options.add_list(
         parser,
         "--trainable",
         values.text,
         metavar="NAME",
         help="recipes to try, such as lora-all-r32 (default: the variant's own)",
-        several=True,
         default=[],
     )
     options.add_batch_sizes(parser)

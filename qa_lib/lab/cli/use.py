@@ -19,8 +19,7 @@ def predict_parser() -> Parser:
         verb="predict",
         summary="answer a file of questions, or one, with a checkpoint",
         examples=[
-            'python -m qa_lib predict --model my-bert/ --question "Who wrote it?" \\',
-            '    --context "By Ada."',
+            'python -m qa_lib predict --model my-bert/ --question "Who?" --context "By Ada."',
             "python -m qa_lib predict --model runs/h200-local/A3-s0-1a2b3c/ dev-v2.0.json \\",
             "    --out answers/",
             "python -m qa_lib predict --model deepset/bert-base-cased-squad2 dev-v2.0.json \\",
@@ -68,12 +67,11 @@ def app_parser() -> Parser:
         verb="app",
         summary="ask checkpoints in the browser, and read the dashboard",
         examples=[
-            "python -m qa_lib app --model deepset/minilm-uncased-squad2",
-            "    # of the hub: safetensors, no code",
             "python -m qa_lib app --model my-bert/ --model runs/h200-local/A3-s0-1a2b3c/",
-            "    # two side by side",
+            "python -m qa_lib app --model deepset/minilm-uncased-squad2",
+            "Two models are shown side by side. From the hub come safetensors, and no code.",
             "On another machine: ssh -L 8600:localhost:8600 MACHINE, start it there, and open",
-            "http://localhost:8600 here. In a notebook, and in Colab: from qa_lib import app; app()",
+            "http://localhost:8600 here. In a notebook and in Colab: from qa_lib import app; app()",
         ],
         load_main=load_main,
     )
@@ -165,7 +163,7 @@ def quantize_parser() -> Parser:
 
     parser = Parser(
         verb="quantize",
-        summary="a run's model in 8 or 4 bits: its F1, size and time to answer",
+        summary="round a run's model to 8 or 4 bits: F1, size and time to answer, before and after",
         examples=[
             "python -m qa_lib quantize runs/cpu-smoke/A1-int8-s0-1a2b3c --weights int8",
             "python -m qa_lib predict --model runs/cpu-smoke/A1-int8-s0-1a2b3c/model-int8 ...",

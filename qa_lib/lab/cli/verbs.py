@@ -62,6 +62,6 @@ def help_text() -> str:
     for group, verbs in GROUPS.items():
         lines += ["", f"{group}:"]
         for verb, parser in verbs.items():
-            lines.append(f"  {verb:11}{parser().summary}")
+            lines.append(f"  {verb:12}{parser().summary}")
     lines += ["", "example: python -m qa_lib sweep --help"]
     return "\n".join(lines)

@@ -16,7 +16,8 @@ def main(args: argparse.Namespace) -> int:
     for variant in VARIANTS.values():
         print(two_lines(variant))
     print(
-        "GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0."
+        "GPU: the compute capability from which GPUs run it: "
+        "a T4 has 7.5, an A100 8.0, an H100 9.0."
     )
     return 0
 
@@ -31,7 +32,7 @@ def two_lines(variant: Variant) -> str:
 
 
 def as_json(variant: Variant) -> dict:
-    """Return a variant with its family, all its settings and what they need, as JSON can hold it."""
+    """Return a variant with its family, all its settings, and what a GPU needs for them."""
     settings = variant.settings
     return {
         **dataclasses.asdict(variant),
