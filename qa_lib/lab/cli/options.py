@@ -1,6 +1,6 @@
-"""Options that several verbs share: each function adds some to a parser.
+"""Options that several verbs share: each `add_...` adds some to a parser.
 
-The last two functions turn parsed options into what the library takes.
+The last two functions turn parsed options into what `plan` takes.
 """
 
 import argparse

@@ -35,10 +35,10 @@ class Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
 
     def parse_args(self, args=None, namespace=None) -> argparse.Namespace:
-        """Return the parsed options; a verb that takes a preset gets `local` for one's own data and
-        model where no preset is named.
+        """Return the parsed options.
 
-        Raises UserError for words that are no options of this verb, and where a preset lacks.
+        A verb that takes a preset gets `local` where data and a model are given and no preset is.
+        Raises UserError for words that the verb does not take, and where it lacks a preset.
         """
         parsed = super().parse_args(args, namespace)
         if "preset" in parsed:
@@ -46,5 +46,5 @@ class Parser(argparse.ArgumentParser):
         return parsed
 
     def error(self, message: str) -> NoReturn:
-        """Raise the complaint, which argparse would print below the usage."""
+        """Raise a complaint as UserError; argparse would print it below the usage, and exit."""
         raise UserError(f"{message} ({self.prog} --help has all)")

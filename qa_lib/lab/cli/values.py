@@ -114,7 +114,10 @@ def list_of(kind: Callable[[str], object]) -> Callable[[str], list]:
 
 
 class JoinLists(argparse.Action):
-    """Joins the lists of all words of an option, also where the option is typed more than once."""
+    """Joins the lists of all words of an option, also where the option is typed more than once.
+
+    With `nargs="+"` or `"*"` and `list_of`, argparse makes a list of each word: [[8, 32], [64]].
+    """
 
     def __call__(self, parser, namespace, values, option_string=None):
         earlier = getattr(namespace, self.dest)

@@ -15,7 +15,7 @@ from qa_lib.score.predict import answers_to, asked, load_answerer
 def main(args: argparse.Namespace) -> int:
     """Write the four prediction files, or print the answer to one question as JSON.
 
-    Raises UserError for options of both, or not all of either.
+    Raises UserError where a file and a question are given, or not all that one of them takes.
     """
     file_options = [args.data, args.out]
     question_options = [args.question, args.context]
