@@ -11,7 +11,7 @@ from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
 from transformers import AutoModelForQuestionAnswering
 
-from qa_lib.lab.cli import VERBS, parser_of
+from qa_lib.lab.cli.verbs import VERBS, parser_of
 from qa_lib.spec.presets import PRESETS, find_preset
 from qa_lib.spec.variants import find_family, find_variant
 from tests.material import ROOT, python, squad_folder

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from qa_lib.data.squad import Example
-from qa_lib.lab.cli import parser_of
-from qa_lib.score.f1 import f1, main, normalise, score, squad_metric
+from qa_lib.lab.cli.verbs import parser_of
+from qa_lib.lab.tools.score import main
+from qa_lib.score.f1 import f1, normalise, score, squad_metric
 from tests.conftest import slow
 from tests.material import document, hub_row, python, question, real_squad, refused, write
 

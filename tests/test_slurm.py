@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from qa_lib.lab.cli import parser_of
+from qa_lib.lab.cli.verbs import parser_of
 from qa_lib.lab.launch import local as launch
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine

@@ -30,7 +30,6 @@ from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.lab.app.page import dashboard, running
-from qa_lib.lab.cli import VERBS, parser_of
 from qa_lib.lab.launch.local import Launcher, judge
 from qa_lib.lab.report import cli
 from qa_lib.lab.sweep import progress_of
@@ -46,7 +45,7 @@ from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.parallel.data_parallel import NoParallel
 from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.conftest import slow
-from tests.material import cases, document, hub_row, leave, question, trained_tokenizer, write
+from tests.material import document, hub_row, leave, question, trained_tokenizer, write
 from tests.test_loaded import Run, copied_package
 from tests.test_report import make
 from tests.test_windows import same
@@ -476,33 +475,6 @@ def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
         caplog.clear()
         samples()
         assert not caplog.text
-
-
-WORDS = cases("typed words")
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_a_typed_word_is_a_value_or_one_line(verb, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    parser = parser_of(verb)
-    takes = [action for action in parser._actions if action.nargs != 0]
-    for action in takes:
-        action.required = False  # or what is not given would be the one line, whatever the word
-    for action in takes:
-        for word in WORDS:
-            words = [f"{action.option_strings[0]}={word}"] if action.option_strings else [word]
-            parsed = one_line(
-                lambda words=words: parser.parse_known_args(words), f"{verb} argument"
-            )
-            value = parsed and getattr(parsed[0], action.dest)
-            for one in value if isinstance(value, list) else [value]:
-                assert one is None or one == one, (
-                    f"{action.dest} is none at all"
-                )  # NaN is not equal to itself
-                assert not isinstance(one, int) or isinstance(one, bool) or -(2**63) <= one < 2**63
-            free = isinstance(action.default, str) or action.metavar == "TEXT"
-            assert word.strip() or not parsed or value is None or free, action.dest
-    assert list(tmp_path.iterdir()) == []
 
 
 GIVEN = [None, True, False, -1, 0, 1, 2, 3.0, 1.5, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "8", "x", [],

@@ -17,7 +17,7 @@ import pandas as pd
 from tqdm import tqdm
 
 from qa_lib.errors import UserError, one_line, printable, wrapped
-from qa_lib.lab.cli import own_of, variants_of
+from qa_lib.lab.cli.options import overrides_of, variants_of
 from qa_lib.lab.launch.compile_cache import use_compile_cache
 from qa_lib.lab.launch.local import (
     Launcher,
@@ -248,7 +248,13 @@ def main(args: argparse.Namespace) -> int:
         say_idle(machine, args.gpus)
     sources, left_out = (args.data, args.model, args.micro_batch, machine), []
     specs = plan(
-        names, args.preset, args.seeds, *sources, **own_of(args), left_out=left_out, runs=args.runs
+        names,
+        args.preset,
+        args.seeds,
+        *sources,
+        **overrides_of(args),
+        left_out=left_out,
+        runs=args.runs,
     )
     print(
         "".join(f"left out: {reason}\n" for reason in left_out), end="", file=sys.stderr, flush=True

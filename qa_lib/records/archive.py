@@ -5,9 +5,7 @@ inside; `runs/<group>.steps.parquet` has a line a training step of these runs. p
 folder wins over a line of the same run. An archived run is evidence and nobody's own: a sweep that asks for it runs it.
 """
 
-import argparse
 import io
-import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.errors import UserError, first_line, one_line, printable
+from qa_lib.errors import first_line, one_line
 from qa_lib.records import record
 from qa_lib.records.record import RecordError
 
@@ -190,38 +188,6 @@ def _archived_run(path: Path, number: int, line: bytes) -> Run:
     entry = record.checked(place, whole, Archived)
     record.check_group(place, entry)
     return Run(entry, archive=path, whole=whole)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Put a group's runs in folders behind those of its archive, and their steps into another file; 1 if a record in a
-    folder cannot be read.
-
-    No line of the archive is ever dropped: not one that cannot be read, which a newer version may read, nor one of a
-    run that was done again. Raises UserError for what is no group, and where nothing has ended.
-    """
-    if not re.fullmatch(record.NAME, args.group):
-        raise UserError(f"{args.group!r} is not the name of a group")
-    path = args.runs / f"{args.group}.jsonl"
-    record.writable(path)
-    record.writable(path.with_suffix(".steps.parquet"))
-    unread: list[RecordError] = []
-    in_folders = [
-        *runs_in_folders(args.runs, args.group, lambda _, problem: unread.append(problem))
-    ]
-    ended = [run for run in in_folders if run.record["status"] in record.TERMINAL]
-    if not ended and not path.exists():
-        for problem in unread:
-            say_left_out(args.group, problem)
-        raise UserError(f"no finished run of group {args.group} below {args.runs}")
-    count = write_archive(path, ended, unread)
-    print(printable(f"{path}: {count} runs, and beside it their steps"))
-    if len(ended) < len(in_folders):
-        print(
-            f"not finished, and left out: {len(in_folders) - len(ended)}, which are in their folders alone"
-        )
-    for problem in unread:
-        say_left_out(args.group, RecordError(f"{problem} (it is in its folder alone)"))
-    return 1 if unread else 0
 
 
 def write_archive(path: Path, ended: list[Run], unread: list[RecordError]) -> int:

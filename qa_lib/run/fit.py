@@ -4,7 +4,6 @@
 load, build, batches, GPU lock, train, evaluate, save. `recording` is the life of its record.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import gc
@@ -27,8 +26,6 @@ from qa_lib.calls import checked, expect, expect_folder
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
 from qa_lib.errors import UserError, first_line, stoppable, stopped_by, wrapped
-from qa_lib.lab.cli import own_of
-from qa_lib.lab.launch.compile_cache import use_compile_cache
 from qa_lib.lab.launch.local import Launcher, is_finished, run_in_turn
 from qa_lib.lab.launch.process import (
     SHARE,
@@ -48,7 +45,7 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.records import record
-from qa_lib.run.plan import check_planned, plan
+from qa_lib.run.plan import check_planned
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
 from qa_lib.spec.spec import Spec
@@ -170,30 +167,6 @@ def _fit_recommended(spec: Spec, runs: Path, say, force: bool) -> dict:
         )
     (spec,) = run_in_turn(launcher, [spec], say)
     return record.with_result(launcher.entry_of(spec), " (its log.txt has more)")
-
-
-def main(args: argparse.Namespace) -> int:
-    """Run one variant here, unless it is finished and not forced, and print the record."""
-    use_compile_cache(args.compile_cache)
-    sources = (args.data, args.model, args.micro_batch)
-    (spec,) = plan(
-        [args.variant], args.preset, [args.seed], *sources, runs=args.runs, **own_of(args)
-    )
-    entry = fit(spec, args.runs, force=args.force)
-    if entry["status"] == "running":  # one of torchrun's processes, and not the first
-        return 0
-    task = entry["task"]
-    measured = {
-        "samples/s": entry["speed"]["samples_per_s"],
-        task["label"]: entry["quality"][task["metric"]],
-    }
-    figures = [f"{name} {value:.2f}" for name, value in measured.items() if value is not None]
-    f1, silent = (entry["quality"].get(name) for name in ("f1", "always_null_f1"))
-    if f1 is not None and silent is not None and f1 < silent:
-        figures.append(f"never answering {silent:.2f}")
-    print(", ".join([f"{entry['spec']['variant']}: {entry['status']}", *figures]))
-    print(args.runs / entry["group"] / entry["run_id"] / "record.json")
-    return 0
 
 
 def prepare(spec: Spec, data: Data | None = None) -> tuple[Data, torch.nn.Module, Batches]:

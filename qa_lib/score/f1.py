@@ -12,16 +12,13 @@ data's order with Python's `sum`, and scores are int or float where that script 
 tells them apart). Every variant's quality is measured here.
 """
 
-import argparse
-import json
 import math
 import re
 import string
 from collections import Counter
 from collections.abc import Mapping
 
-from qa_lib.data.squad import DataError, Example, open_source, read_json
-from qa_lib.errors import UserError
+from qa_lib.data.squad import DataError, Example
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
@@ -179,25 +176,3 @@ def squad_metric():
             return score(examples, texts, chances, no_answer_threshold)
 
     return SquadV2()
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the official keys as JSON."""
-    if args.na_threshold is not None and not args.na_prob:
-        raise UserError("--na-threshold is for the probabilities of --na-prob, and none are given")
-    examples = open_source(args.data, "validation").golds
-    predictions, na_probs = (
-        read_json(path) if path else None for path in (args.predictions, args.na_prob)
-    )
-    for path, values in ((args.predictions, predictions), (args.na_prob, na_probs)):
-        if path and not isinstance(values, dict):
-            raise DataError(f"{path}: not an object of question id -> value")
-    try:
-        found = score(
-            examples, predictions, na_probs, 1.0 if args.na_threshold is None else args.na_threshold
-        )
-    except DataError as error:
-        names = ", ".join(filter(None, (args.predictions, args.na_prob)))
-        raise DataError(f"{names} for {args.data}: {error}") from None
-    print(json.dumps(found, indent=2))
-    return 0

@@ -10,10 +10,7 @@ A checkpoint is a folder that somebody else may have written; model/hf_checkpoin
 The app asks one question at a time (`ask`): a checkpoint is loaded once, and kept with a few others.
 """
 
-import argparse
 import dataclasses
-import json
-import sys
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -26,7 +23,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tqdm import tqdm
 
 from qa_lib.calls import checked, expect, expect_folder
-from qa_lib.data.squad import DataError, Source, open_source
+from qa_lib.data.squad import DataError, Source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
@@ -254,36 +251,3 @@ def answers_to(source: Source, loaded: Model, cache=None, progress: bool = False
     samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
     logits = predict_logits(loaded.model, samples, loaded.model.device, progress=progress)
     return decode(samples, source.examples, *logits, max_answer_length=loaded.max_answer_length)
-
-
-def main(args: argparse.Namespace) -> int:
-    """Write the four prediction files, or print the answer to one question as JSON (an empty one: no answer)."""
-    given = [value is not None for value in (args.data, args.out, args.question, args.context)]
-    file = given == [True, True, False, False]
-    if not file and given != [False, False, True, True]:
-        raise UserError("predict takes either DATA.json and --out, or --question and --context")
-    source = (
-        open_source(args.data, "validation", labelled=False)
-        if file
-        else asked(args.question, args.context)
-    )
-    _ = source.examples  # bad data is told before the model takes its seconds to load
-    loaded = load_answerer(find_folder(args.model), args.max_answer_length)
-    answers = answers_to(
-        source, loaded, None if file else False, progress=file and sys.stderr.isatty()
-    )
-    if file:
-        print("\n".join(map(str, answers.write(args.out))))
-    else:
-        (best,), (text,), (odds,) = (
-            answers.nbest.values(),
-            answers.predictions.values(),
-            answers.null_odds.values(),
-        )
-        chance = next(entry["probability"] for entry in best if entry["text"] == text)
-        print(
-            json.dumps(
-                {"answer": text, "probability": chance, "null_odds": odds}, ensure_ascii=False
-            )
-        )
-    return 0

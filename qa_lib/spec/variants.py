@@ -5,10 +5,8 @@ A `Variant` names its parent and the one `Settings` field that it changes; follo
 errors, so that nothing is recorded that did not run. To add a variant, add a line to variants.csv.
 """
 
-import argparse
 import csv
 import dataclasses
-import json
 import re
 import tomllib
 from collections.abc import Sequence
@@ -312,28 +310,3 @@ def lacking(settings: Settings, architecture: str) -> str | None:
 def since(settings: Settings) -> int | None:
     """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
     return max((int(need["sm"]) for need in about(settings, NEEDS)), default=0) or None
-
-
-def main(args: argparse.Namespace) -> int:
-    """Print the table of variants."""
-    if args.json:
-        print(json.dumps([_as_json(variant) for variant in VARIANTS.values()], indent=1))
-        return 0
-    print(f"{'variant':25}{'parent':25}{'GPU':5}change, and why below it")
-    for variant in VARIANTS.values():
-        change = (
-            ", ".join(f"{key} = {value}" for key, value in variant.change.items()) or "baseline"
-        )
-        newer = f"{capability / 10}" if (capability := since(variant.settings)) else "-"
-        print(f"{variant.name:25}{variant.parent or '-':25}{newer:5}{change}\n    {variant.why}")
-    print(
-        "GPU: the compute capability from which GPUs run it: a T4 has 7.5, an A100 8.0, an H100 9.0."
-    )
-    return 0
-
-
-def _as_json(variant: Variant) -> dict:
-    settings = variant.settings
-    own = {"family": variant.family, "settings": dataclasses.asdict(settings)}
-    needed = {"needs": [need["why"] for need in about(settings, NEEDS)], "since": since(settings)}
-    return dataclasses.asdict(variant) | own | needed

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 
 from qa_lib.errors import UserError
-from qa_lib.lab.cli import variants_of
+from qa_lib.lab.cli.options import variants_of
 from qa_lib.lab.launch.local import Launcher, probe
 from qa_lib.records.record import with_result
 from qa_lib.run.plan import plan

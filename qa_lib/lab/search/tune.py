@@ -12,7 +12,7 @@ import itertools
 import pandas as pd
 
 from qa_lib.errors import UserError, one_line, wrapped
-from qa_lib.lab.cli import variants_of
+from qa_lib.lab.cli.options import variants_of
 from qa_lib.lab.launch.local import Launcher, probe, say_idle
 from qa_lib.records.record import FINISHED, SCORING
 from qa_lib.run.plan import plan

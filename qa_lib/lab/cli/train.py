@@ -1,0 +1,163 @@
+"""The verbs that train: quickstart, run, sweep, tune. Each function returns the parser of one."""
+
+from qa_lib.lab.cli import options, values
+from qa_lib.lab.cli.parser import Main, Parser
+
+
+def quickstart_parser() -> Parser:
+    """Return the parser of `quickstart`."""
+
+    def load_main() -> Main:
+        from qa_lib.lab.quickstart import main
+
+        return main
+
+    parser = Parser(
+        verb="quickstart",
+        summary="train a few variants here, in minutes and offline, and see what comes of it",
+        examples=["python -m qa_lib quickstart --runs runs --figures figures"],
+        load_main=load_main,
+    )
+    options.add_runs(parser)
+    options.add_figures(parser)
+    return parser
+
+
+def run_parser() -> Parser:
+    """Return the parser of `run`."""
+
+    def load_main() -> Main:
+        from qa_lib.lab.run import main
+
+        return main
+
+    parser = Parser(
+        verb="run",
+        summary="train, measure and evaluate one variant in this process",
+        examples=[
+            "python -m qa_lib run A3 --preset smoke --seed 0",
+            "python -m qa_lib run recommended --preset full   # what suits this machine's GPU",
+            "python -m qa_lib run recommended --data squad/ --model bert/ --epochs 2   # your own",
+        ],
+        load_main=load_main,
+    )
+    options.add_variant(parser)
+    options.add_preset(parser)
+    options.add_sources(parser)
+    parser.add_argument(
+        "--seed",
+        type=values.seed,
+        default=0,
+        metavar="N",
+        help="random seed of new weights, order and dropout (default: 0)",
+    )
+    options.add_overrides(parser)
+    options.add_runs(parser)
+    options.add_force(parser)
+    options.add_compile_cache(parser)
+    return parser
+
+
+def sweep_parser() -> Parser:
+    """Return the parser of `sweep`."""
+
+    def load_main() -> Main:
+        from qa_lib.lab.sweep import main
+
+        return main
+
+    parser = Parser(
+        verb="sweep",
+        summary="run many variants, each through its notebook, one process a run",
+        examples=[
+            "python -m qa_lib sweep --preset smoke   # every variant, offline, on a CPU",
+            "python -m qa_lib sweep --family A --preset bench --seeds 0 1 2 --gpus 0 1",
+            "python -m qa_lib sweep --variants A1 A4 --data squad/ --model bert/ --plan",
+            "python -m qa_lib sweep --variants A1 A3 --preset sizing --micro-batch 8 32",
+        ],
+        load_main=load_main,
+    )
+    options.add_list(
+        parser,
+        "--variants",
+        values.variant,
+        metavar="VARIANT",
+        help="these alone (default: all of the preset's task)",
+    )
+    options.add_family(parser)
+    options.add_preset(parser)
+    options.add_sources(parser)
+    options.add_seeds(parser)
+    options.add_overrides(parser, several=True)
+    options.add_runs(parser)
+    options.add_gpus(parser)
+    options.add_time_limit(parser)
+    parser.add_argument(
+        "--launcher",
+        choices=["local", "slurm"],
+        default="local",
+        help="where runs go (default: local)",
+    )
+    parser.add_argument(
+        "--shared-gpu",
+        action="store_true",
+        help="runs on one GPU train at once, and record no times",
+    )
+    parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
+    options.add_force(parser)
+    parser.add_argument(
+        "--on-finish",
+        type=values.text,
+        metavar="COMMAND",
+        help="run by the shell at the end, however the sweep ends",
+    )
+    options.add_compile_cache(parser)
+    return parser
+
+
+def tune_parser() -> Parser:
+    """Return the parser of `tune`."""
+
+    def load_main() -> Main:
+        from qa_lib.lab.search.tune import main
+
+        return main
+
+    parser = Parser(
+        verb="tune",
+        summary="try other learning rates, or other parameters to train, for a variant",
+        examples=[
+            "python -m qa_lib tune L-dropout --preset lm-quality --learning-rate 5e-4 1e-3 \\",
+            "    --data wikitext/",
+            "python -m qa_lib tune A1 --preset quality --learning-rate 1e-4 2e-4 \\",
+            "    --data squad/ --model bert/",
+            "python -m qa_lib tune B1-all --trainable lora-all-r8 --data squad/ --model bert/",
+        ],
+        load_main=load_main,
+    )
+    options.add_variants(parser)
+    options.add_preset(parser)
+    options.add_sources(parser)
+    options.add_seeds(parser)
+    options.add_list(
+        parser,
+        "--learning-rate",
+        values.learning_rate,
+        metavar="X",
+        help="rates to try, before a recipe's factor (default: the preset's)",
+        default=[],
+    )
+    options.add_list(
+        parser,
+        "--trainable",
+        values.text,
+        metavar="NAME",
+        help="recipes to try, such as lora-all-r32 (default: the variant's own)",
+        default=[],
+    )
+    options.add_batch_sizes(parser)
+    options.add_trained_answer_length(parser)
+    options.add_runs(parser)
+    options.add_gpus(parser)
+    options.add_time_limit(parser)
+    return parser
