@@ -11,6 +11,7 @@ from qa_lib.__main__ import main
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.records import record
 from qa_lib.records.archive import STEP_COLUMNS, read_runs
+from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
 from tests.material import leave, refused, write
@@ -43,10 +44,10 @@ def runs(tmp_path, specs):
     (folder / "steps.jsonl").write_text(
         "".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo'
     )
-    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
+    write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
     (folder / "model-int8").mkdir()
     own = {
-        "schema": record.QUANTIZED_SCHEMA,
+        "schema": QUANTIZED_SCHEMA,
         "run_id": folder.name,
         "group": GROUP,
         "width": "int8",
@@ -114,7 +115,7 @@ def test_an_archived_run_is_evidence_and_nobodys_own(runs, specs):
 
 # What of a line is replaced by what, and what is said of it.
 SPOILT = [(".{9}$", "", "not readable as JSON"), (".*", "[]", "schema None is not known")]
-SPOILT += [(f'"{record.SCHEMA}"', '"qa_lib/2"', "schema 'qa_lib/2' is not known")]
+SPOILT += [(f'"{SCHEMA}"', '"qa_lib/2"', "schema 'qa_lib/2' is not known")]
 SPOILT += [('"group":"cpu-smoke"', '"group":"h200-x"', "a record of group 'h200-x'")]
 SPOILT += [('"f1":81.5', '"f1":"fast"', "quality.f1 is 'fast'")]
 
@@ -184,7 +185,7 @@ def test_an_archive_that_is_made_again_says_the_same(runs, specs, capsys):
 
 def test_a_profile_that_came_later_goes_into_the_line_that_is_there(runs, specs, capsys):
     assert archive(runs) == 0
-    profile = {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}}
+    profile = {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 2.0}}
     write(runs / specs[1].run_path / "profile.json", profile)
     assert archive(runs) == 0 and "differ" not in capsys.readouterr().out
     assert len(lines_of(runs)) == 3 and read_runs(runs)[1].profile() == profile
@@ -194,7 +195,7 @@ def test_a_log_that_is_gone_takes_nothing_from_the_archive(runs, specs):
     assert archive(runs) == 0
     folder = runs / specs[0].run_path
     (folder / "steps.jsonl").unlink()
-    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}})
+    write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 2.0}})
     archived(runs, specs)
     assert len(read_runs(runs)[0].steps()) == 2
 

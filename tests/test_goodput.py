@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from qa_lib.measure.trace import busy_and_exposed
-from qa_lib.records.record import Noise
+from qa_lib.records.schema import Noise
 from qa_lib.spec.variants import Settings
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
 from qa_lib.train.parallel import zero1

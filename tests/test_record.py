@@ -14,6 +14,8 @@ import pytest
 from qa_lib.lab.launch.warm import SERVER
 from qa_lib.records import record
 from qa_lib.records.archive import read_runs
+from qa_lib.records.code import code_version
+from qa_lib.records.files import check_folder, empty_folder, open_to_write, write_atomically
 from tests.material import ROOT, cases, leave, python, refused
 from tests.tiny import planned
 
@@ -108,9 +110,7 @@ def test_a_reader_never_sees_a_torn_record(spec, tmp_path):
 
 def test_records_name_the_code_they_come_from():
     inside = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
-    assert record.code_version()["commit"] == (
-        inside.stdout.strip() if inside.returncode == 0 else None
-    )
+    assert code_version()["commit"] == (inside.stdout.strip() if inside.returncode == 0 else None)
 
 
 @pytest.fixture
@@ -151,7 +151,7 @@ def test_links_lead_to_the_remote_and_make_no_checkout_dirty(checkout):
             assert set(re.findall(r"github(?:\.com)?/([\w-]+/[\w.-]*\w)", path.read_text())) == {
                 name
             }, path
-        assert record.code_version()["dirty"] is False
+        assert code_version()["dirty"] is False
 
 
 def test_links_without_a_remote_on_github_say_what_to_type(checkout):
@@ -186,18 +186,18 @@ def test_a_change_or_a_new_file_of_the_code_makes_a_checkout_dirty(checkout, nam
     links(checkout, "https://github.com/some-one/lab")
     with open(checkout / name, "a") as stream:
         stream.write("x = 1\n")
-    assert record.code_version()["dirty"] is True
+    assert code_version()["dirty"] is True
 
 
 def test_a_commit_that_is_named_is_a_whole_hash(monkeypatch):
     monkeypatch.setenv("QA_LIB_COMMIT", "6a62aa811ff8dd3949b38cfc2455a4701afa452b")
-    assert record.code_version() == {
+    assert code_version() == {
         "commit": "6a62aa811ff8dd3949b38cfc2455a4701afa452b",
         "dirty": None,
     }
     for name in ("6a62aa8", "main", "$(rm -rf)"):
         monkeypatch.setenv("QA_LIB_COMMIT", name)
-        refused(r"QA_LIB_COMMIT=.*whole hash", record.code_version)
+        refused(r"QA_LIB_COMMIT=.*whole hash", code_version)
 
 
 OTHERS = {
@@ -214,9 +214,9 @@ def test_only_regular_files_are_ever_replaced(make, tmp_path, monkeypatch):
     )  # for where they are not refused: /dev/null is the whole machine's
     make(tmp_path / "there")
     before = (tmp_path / "there").lstat().st_mode
-    refused("not a regular file", record.write_atomically, tmp_path / "there", "text")
+    refused("not a regular file", write_atomically, tmp_path / "there", "text")
     assert [path.lstat().st_mode for path in tmp_path.iterdir()] == [before]
-    refused("not a regular file", record.write_atomically, Path("/dev/null"), "text")
+    refused("not a regular file", write_atomically, Path("/dev/null"), "text")
 
 
 def test_what_a_link_leads_to_is_not_written_over(tmp_path):
@@ -224,16 +224,14 @@ def test_what_a_link_leads_to_is_not_written_over(tmp_path):
     (tmp_path / "link").symlink_to("file")
     (tmp_path / "nowhere").symlink_to("none")
     for name in ("link", "nowhere"):
-        refused(
-            f"{name}: .*a link; .*remove the link", record.write_atomically, tmp_path / name, ""
-        )
-        refused(f"{name}: .*a link", record.open_to_write, tmp_path / name, "w")
+        refused(f"{name}: .*a link; .*remove the link", write_atomically, tmp_path / name, "")
+        refused(f"{name}: .*a link", open_to_write, tmp_path / name, "w")
     assert (tmp_path / "file").read_text() == "old" and not (tmp_path / "none").exists()
 
 
 def test_nothing_is_opened_that_a_writer_could_wait_at_for_ever(tmp_path):
     os.mkfifo(tmp_path / "pipe")
-    refused("pipe: not a regular file", record.open_to_write, tmp_path / "pipe", "a")
+    refused("pipe: not a regular file", open_to_write, tmp_path / "pipe", "a")
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "answers", "answers/texts.json", "model/a.json"])
@@ -243,9 +241,9 @@ def test_a_run_takes_no_folder_with_links_or_pipes_in_it(spec, name, make, tmp_p
     place.parent.mkdir(parents=True)
     (tmp_path / "file").write_text("mine")
     os.mkfifo(place) if make == "pipe" else place.symlink_to(tmp_path / "file")
-    refused(f"{name}: not a regular file", record.check_folder, tmp_path / "run")
+    refused(f"{name}: not a regular file", check_folder, tmp_path / "run")
     (tmp_path / "link").symlink_to("run")
-    refused("link: a link", record.check_folder, tmp_path / "link")
+    refused("link: a link", check_folder, tmp_path / "link")
 
 
 def test_emptying_a_folder_removes_links_and_not_what_they_lead_to(tmp_path):
@@ -255,10 +253,10 @@ def test_emptying_a_folder_removes_links_and_not_what_they_lead_to(tmp_path):
         (folder / "file").write_text("text")
     (run / "model").symlink_to(theirs)
     (run / ".lock").touch()
-    record.empty_folder(run)
+    empty_folder(run)
     assert [path.name for path in run.iterdir()] == [".lock"] and (theirs / "file").exists()
     (tmp_path / "link").symlink_to("theirs")
-    refused("link: a link", record.empty_folder, tmp_path / "link")
+    refused("link: a link", empty_folder, tmp_path / "link")
     assert (theirs / "file").exists()
 
 

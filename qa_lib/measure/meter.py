@@ -17,7 +17,7 @@ from qa_lib.model.architectures import (
     local_layers,
     param_counts,
 )
-from qa_lib.records.record import Memory, Speed, StepTime
+from qa_lib.records.schema import Memory, Speed, StepTime
 
 MIB = 2**20
 # Steps before the memory's peak counts: compilation is over by then, and the capture of a CUDA

@@ -48,6 +48,8 @@ from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.records import record
+from qa_lib.records.files import RecordError, check_folder, write_atomically
+from qa_lib.records.schema import Speed
 from qa_lib.run.plan import check_planned, plan
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
@@ -115,7 +117,7 @@ def fit(
         raise UserError(
             f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
         )
-    record.check_folder(Path(runs) / spec.run_path)
+    check_folder(Path(runs) / spec.run_path)
     if spec.chosen and not spec.recommended:  # what is recommended is said by its launcher
         say(wrapped(spec.adjusted[0]))
     if force and int(os.environ.get("RANK", 0)) == 0:
@@ -332,7 +334,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
-        record.check_folder(run_dir)
+        check_folder(run_dir)
         entry = record.new_record(spec, hardware.environment())
         try:
             follow_driver()  # which may be gone already: only in here does the record say so
@@ -407,7 +409,7 @@ def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None
         for width in WIDTHS:
             shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:
-        raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
+        raise RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
 
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
@@ -513,9 +515,7 @@ def _note_ranks(
     )  # each has worked on as many samples
 
 
-def _note_times(
-    entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed
-) -> None:
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
@@ -591,5 +591,5 @@ def noting_faults(run_dir: Path, ranks: ProcessGroup):
             fault["error"]["message"] = (
                 f"process {ranks.rank} of {ranks.world}: {fault['error']['message']}"
             )
-            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
+            write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
         raise
