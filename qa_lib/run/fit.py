@@ -42,7 +42,7 @@ from qa_lib.lab.launch.torchrun import fault_path, faults, first_fault, run_proc
 from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.loaded import CODE, said_of_changes
 from qa_lib.measure import hardware
-from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
+from qa_lib.measure.meter import Hooks, Meter, StepCounts, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
@@ -463,8 +463,8 @@ def _note_ranks(
     """
     own = {
         "joules": meter.joules_per_sample(),
-        "counts": meter.counts,
-        "samples": meter.samples,
+        "counts": meter.step_counts,
+        "busy_shares": meter.busy_shares,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
@@ -474,10 +474,9 @@ def _note_ranks(
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same samples.
-    meter.counts = list(
-        np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world
-    )
-    meter.samples = [sample for each in found for sample in each["samples"]]
+    counts = np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world
+    meter.step_counts = [StepCounts(*of_step) for of_step in counts]
+    meter.busy_shares = [share for each in found for share in each["busy_shares"]]
     peaks, times = (
         {str(rank): each[name] for rank, each in enumerate(found)}
         for name in ("peak_mib", "step_ms")
