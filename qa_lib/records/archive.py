@@ -1,4 +1,4 @@
-"""Runs as readers find them: in the folders that they wrote, or archived, a whole group in one file.
+"""Runs as readers find them: in the folders that they wrote, or archived, a group in one file.
 
 Reference evidence is a data set. `runs/<group>.jsonl` has a record a line, with its profile and its
 quantized models inside; `runs/<group>.steps.parquet` has a line a training step of these runs.

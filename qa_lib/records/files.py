@@ -1,8 +1,8 @@
 """Reading and writing files in folders that others can write into, too.
 
 Whoever can write into a runs folder can put links, pipes and devices there. So nothing is read that
-a reader could wait at for ever, and nothing is written through a link: what it leads to is not ours.
-Files are replaced in one step, so that a reader never sees half of one.
+a reader could wait at for ever, and nothing is written through a link: what it leads to is not
+ours. Files are replaced in one step, so that a reader never sees half of one.
 """
 
 import contextlib

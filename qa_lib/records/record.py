@@ -1,8 +1,8 @@
 """The life of a record: what a run was, what it measured, how it ended. One JSON file for each run.
 
 The `status` goes from starting over running to ok, oom, error, killed or skipped. A driver writes
-the first. A run that has to wait for its GPU is `waiting` meanwhile. The notebook beside a record is
-a log; nothing but the record counts as a result.
+the first. A run that has to wait for its GPU is `waiting` meanwhile. The notebook beside a record
+is a log; nothing but the record counts as a result.
 
 In memory a record is the dict that its JSON says. schema.py has its sections, their values and what
 these mean. The file is replaced atomically (files.py).
@@ -205,7 +205,10 @@ def read_record(run_dir: Path) -> dict:
 
 
 def read_document(path: Path, schema: str) -> dict:
-    """Return the JSON of a file, which must be of that schema. Raises RecordError, which names it."""
+    """Return the JSON of a file, which must be of that schema.
+
+    Raises RecordError, which names the file.
+    """
     try:
         return parse_document(path, regular(path).read_text(encoding="utf-8"), schema)
     except FileNotFoundError:
