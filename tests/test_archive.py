@@ -4,19 +4,21 @@ import json
 import os
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.records import record
-from qa_lib.records.archive import STEP_COLUMNS, read_runs
+from qa_lib.records.archive import STEP_COLUMNS, Run, own_first, own_groups, read_runs
+from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
 from tests.material import leave, refused, write
 
 GROUP = "cpu-smoke"
-LINES = [
+STEPS = [
     {"step": 1, "loss": None, "lr": 1e-3, "ms": 5.0},
     {"step": 2, "loss": 0.5, "lr": 1e-3, "ms": 4.0, "phi": 70.0},
 ]
@@ -27,6 +29,8 @@ QUALITY = {
     "weights_bytes": 9,
     "latency_ms": 3,
 }
+PROFILE = {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}}
+LATER = {"started": "2026-12-01T00:00:00+00:00"}
 
 
 @pytest.fixture(scope="module")
@@ -36,227 +40,356 @@ def specs():
 
 @pytest.fixture
 def runs(tmp_path, specs):
-    """A1 with a log, a profile and a quantized model; A2, and A3 that ran out of memory; A4 is still at work."""
+    """The folders of four runs.
+
+    A1 has a log, a profile and a quantized model; A2 has none; A3 ran out of memory; A4 is still at
+    work.
+    """
     for spec, status in zip(specs, ("ok", "ok", "oom", "running"), strict=True):
         leave(tmp_path, spec, status, quality={"f1": 81.5, "n": 40}, spec={"n_eval": 40})
     folder = tmp_path / specs[0].run_path
-    (folder / "steps.jsonl").write_text(
-        "".join(json.dumps(line) + "\n" for line in LINES) + '{"step": 3, "lo'
-    )
-    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
+    write_steps(folder, STEPS)
+    with (folder / "steps.jsonl").open("a") as stream:
+        stream.write('{"step": 3, "lo')
+    write(folder / "profile.json", PROFILE)
     (folder / "model-int8").mkdir()
-    own = {
-        "schema": record.QUANTIZED_SCHEMA,
+    quantized = {
+        "schema": QUANTIZED_SCHEMA,
         "run_id": folder.name,
         "group": GROUP,
         "width": "int8",
+        "code": {},
+        "env": {},
+        "data": {},
         "before": QUALITY,
+        "after": QUALITY,
     }
-    write(
-        folder / "model-int8" / "quantized.json",
-        own | {"code": {}, "env": {}, "data": {}, "after": QUALITY},
-    )
+    write(folder / "model-int8" / "quantized.json", quantized)
     return tmp_path
 
 
-def archive(runs, group=GROUP):
-    return main(["archive", group, "--runs", str(runs)])
+def write_steps(folder: Path, steps: list[dict]) -> None:
+    """Write the log of a run."""
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
 
 
-def archived(runs, specs):
-    """The same runs, archived alone."""
+def archive(runs: Path) -> int:
+    """Archive the group; the exit code."""
+    return main(["archive", GROUP, "--runs", str(runs)])
+
+
+def archive_alone(runs: Path) -> Path:
+    """Archive the group and remove its folders; the path of the archive."""
     assert archive(runs) == 0
     shutil.rmtree(runs / GROUP)
-    return runs
+    return runs / f"{GROUP}.jsonl"
 
 
-def told(runs, **more):
+def lines_of(runs: Path) -> list[dict]:
+    """The lines of the archive."""
+    return [json.loads(line) for line in (runs / f"{GROUP}.jsonl").read_text().splitlines()]
+
+
+def read_and_left_out(runs: Path, group: str | None = None) -> tuple[list[Run], list[str]]:
     """The runs that are read, and what is said of those that are not."""
     left_out = []
-    return read_runs(
-        runs, left_out=lambda _, problem: left_out.append(str(problem)), **more
-    ), left_out
+    found = read_runs(runs, group, left_out=lambda _, problem: left_out.append(str(problem)))
+    return found, left_out
 
 
-def test_an_archive_says_what_the_folders_said(runs, specs, capsys):
-    before = [run for run in read_runs(runs) if run.record["status"] != "running"]
-    held = [(run.record, run.steps(), run.profile(), run.quantized()) for run in before]
-    after, left_out = told(archived(runs, specs))
-    assert capsys.readouterr().out.startswith(f"{runs}/{GROUP}.jsonl: 3 runs, ") and not left_out
-    for run, (entry, steps, profile, quantized) in zip(after, held, strict=True):
-        assert (run.folder, run.archive) == (None, runs / f"{GROUP}.jsonl")
-        assert run.record == entry | {"profile": profile, "quantized": quantized}
-        assert (run.profile(), run.quantized()) == (profile, quantized)
-        assert run.steps().equals(steps) and list(steps) == list(STEP_COLUMNS)
-    assert [len(run.steps()) for run in after] == [2, 0, 0] and held[0][2] and held[0][3], (
-        "of the first there is all"
-    )
+def variants_of(runs: list[Run]) -> list[str]:
+    return [run.record["spec"]["variant"] for run in runs]
 
 
-def test_a_folder_wins_over_its_line_and_a_second_archive_keeps_all(runs, specs, capsys):
-    archived(runs, specs)
-    write(leave(runs, specs[1], quality={"f1": 12.5}) / "steps.jsonl", LINES[1])
-    assert [run.folder for run in read_runs(runs, GROUP)] == [None, runs / specs[1].run_path, None]
-    found = read_runs(archived(runs, specs))
+# An archive says what the folders said.
+
+
+def test_the_verb_says_how_many_runs_are_in_the_archive(runs, capsys):
+    assert archive(runs) == 0
+    out = capsys.readouterr().out
+    assert out.startswith(f"{runs}/{GROUP}.jsonl: 3 runs, ")
+    assert "not finished, and left out: 1, " in out
+
+
+def test_an_archived_record_is_that_of_the_folder_with_what_lay_beside_it(runs):
+    finished = [run for run in read_runs(runs) if run.record["status"] != "running"]
+    records = [
+        run.record | {"profile": run.profile(), "quantized": run.quantized()} for run in finished
+    ]
+    archive_alone(runs)
+    assert [run.record for run in read_runs(runs)] == records
+
+
+def test_an_archived_run_has_its_profile(runs):
+    archive_alone(runs)
+    profiles = [run.profile() for run in read_runs(runs)]
+    assert profiles == [PROFILE, None, None]
+
+
+def test_an_archived_run_has_its_quantized_models(runs):
+    archive_alone(runs)
+    models = [run.quantized() for run in read_runs(runs)]
+    assert [len(of_run) for of_run in models] == [1, 0, 0]
+    assert models[0][0]["after"] == QUALITY
+
+
+def test_an_archived_run_has_its_steps_but_for_one_that_was_cut_off(runs):
+    before = [run.steps() for run in read_runs(runs)]
+    archive_alone(runs)
+    after = [run.steps() for run in read_runs(runs)]
+    assert [len(steps) for steps in after] == [2, 0, 0]
+    for steps, steps_of_folder in zip(after, before, strict=False):
+        assert list(steps) == list(STEP_COLUMNS)
+        assert steps.equals(steps_of_folder)
+
+
+def test_an_archived_run_names_its_archive_and_no_folder(runs):
+    path = archive_alone(runs)
+    assert [(run.folder, run.archive) for run in read_runs(runs)] == 3 * [(None, path)]
+
+
+def test_an_archive_that_is_made_again_is_the_same(runs, capsys):
+    def files() -> list[bytes]:
+        return [(runs / f"{GROUP}{suffix}").read_bytes() for suffix in (".jsonl", ".steps.parquet")]
+
+    assert archive(runs) == 0
+    before = files()
+    assert archive(runs) == 0
+    assert files() == before
+    assert "differ" not in capsys.readouterr().out
+
+
+def test_one_group_is_read_whatever_signs_are_in_its_name(runs):
+    archive_alone(runs).rename(runs / "cpu-[smoke].jsonl")
+    found, left_out = read_and_left_out(runs, group="cpu-[smoke]")
+    assert found == []
+    assert len(left_out) == 3, "of another group, which each line says"
+
+
+def test_a_part_of_a_name_is_no_group(runs):
+    archive_alone(runs)
+    assert read_and_left_out(runs, group="cpu-s") == ([], [])
+
+
+# Runs in folders beside archived ones.
+
+
+def test_a_folder_wins_over_its_line(runs, specs):
+    archive_alone(runs)
+    folder = leave(runs, specs[1], quality={"f1": 12.5})
+    found = read_runs(runs, GROUP)
+    assert [run.folder for run in found] == [None, folder, None]
     assert [run.record["quality"]["f1"] for run in found] == [81.5, 12.5, 81.5]
-    assert (
-        [len(run.steps()) for run in found] == [2, 1, 0]
-        and found[0].profile()
-        and found[0].quantized()
-    )
+
+
+def test_a_second_archive_keeps_what_the_first_one_had(runs, specs):
+    archive_alone(runs)
+    write_steps(leave(runs, specs[1], quality={"f1": 12.5}), STEPS[1:])
+    archive_alone(runs)
+    found = read_runs(runs)
+    assert [run.record["quality"]["f1"] for run in found] == [81.5, 12.5, 81.5]
+    assert [len(run.steps()) for run in found] == [2, 1, 0]
+    assert found[0].profile() == PROFILE
+    assert len(found[0].quantized()) == 1
 
 
 def test_an_archived_run_is_evidence_and_nobodys_own(runs, specs):
     launcher = Launcher(runs, Machine(), {})
     assert launcher.is_finished(specs[2])
-    assert archived(runs, specs) and not any(map(launcher.is_finished, specs))
+    archive_alone(runs)
+    assert not any(launcher.is_finished(spec) for spec in specs)
+    assert own_groups(read_runs(runs)) == set()
 
 
-# What of a line is replaced by what, and what is said of it.
-SPOILT = [(".{9}$", "", "not readable as JSON"), (".*", "[]", "schema None is not known")]
-SPOILT += [(f'"{record.SCHEMA}"', '"qa_lib/2"', "schema 'qa_lib/2' is not known")]
-SPOILT += [('"group":"cpu-smoke"', '"group":"h200-x"', "a record of group 'h200-x'")]
-SPOILT += [('"f1":81.5', '"f1":"fast"', "quality.f1 is 'fast'")]
-
-
-@pytest.mark.parametrize(("old", "new", "said"), SPOILT)
-def test_a_broken_line_costs_itself_and_is_named(runs, specs, old, new, said):
-    path = archived(runs, specs) / f"{GROUP}.jsonl"
-    first, second, third = path.read_text().splitlines()
-    spoilt = "\n".join([first, re.sub(old, new, second, count=1), third])
-    path.write_text(spoilt)
-    found, (problem,) = told(runs)
-    assert [run.record["spec"]["variant"] for run in found] == ["A1", "A3"] and len(
-        found[0].steps()
-    ) == 2
-    assert problem.startswith(f"{path}:2: {said}"), problem
-    assert archive(runs, GROUP) == 0 and path.read_text() == f"{spoilt}\n", (
-        "a newer version may read what this one cannot"
-    )
-    assert len(read_runs(runs)[0].steps()) == 2
-
-
-def lines_of(runs) -> list[dict]:
-    return [json.loads(line) for line in (runs / f"{GROUP}.jsonl").read_text().splitlines()]
+def test_runs_in_folders_come_first_where_there_are_any(runs, specs):
+    archive_alone(runs)
+    assert len(own_first(read_runs(runs))) == 3
+    leave(runs, specs[1])
+    assert variants_of(own_first(read_runs(runs))) == ["A2"]
+    assert own_groups(read_runs(runs)) == {GROUP}
 
 
 @pytest.mark.parametrize("status", ["running", "starting", "waiting"])
 def test_a_run_at_work_leaves_its_archived_record_alone(runs, specs, status):
-    before = (archived(runs, specs) / f"{GROUP}.jsonl").read_text()
+    path = archive_alone(runs)
+    before = path.read_text()
     folder = leave(runs, specs[1])
     record.write_record(folder, record.read_record(folder) | {"status": status})
-    assert archive(runs) == 0 and (runs / f"{GROUP}.jsonl").read_text() == before
+    assert archive(runs) == 0
+    assert path.read_text() == before
+
+
+# A run that was done again.
+
+
+def leave_again(runs: Path, spec, status: str = "ok") -> None:
+    """Leave the folder of a run that was done again, with a shorter log."""
+    write_steps(leave(runs, spec, status, time=LATER), STEPS[:1])
 
 
 @pytest.mark.parametrize("status", ["killed", "error", "oom"])
 def test_a_run_that_failed_again_stands_beside_the_one_that_ended_ok(runs, specs, status, capsys):
-    archived(runs, specs)
-    folder = leave(runs, specs[0], status, time={"started": "2026-12-01T00:00:00+00:00"})
-    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
-    archived(runs, specs)
-    assert re.search(
-        rf"{specs[0].run_id}: 2 lines that differ, .*ended ok", capsys.readouterr().out
-    )
+    archive_alone(runs)
+    leave_again(runs, specs[0], status)
+    archive_alone(runs)
     assert [line["status"] for line in lines_of(runs)] == ["ok", "ok", "oom", status]
-    found = read_runs(runs)[0]
-    assert found.record["status"] == "ok" and len(found.steps()) == 2
+    message = rf"{specs[0].run_id}: 2 lines that differ, .*ended ok"
+    assert re.search(message, capsys.readouterr().out)
 
 
-def test_both_of_two_lines_of_one_run_that_differ_are_kept_with_their_steps(runs, specs, capsys):
-    archived(runs, specs)
-    folder = leave(runs, specs[0], time={"started": "2026-12-01T00:00:00+00:00"})
-    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
-    archived(runs, specs)
-    assert f"{specs[0].run_id}: 2 lines that differ, and all are kept" in capsys.readouterr().out
-    assert len(read_runs(runs)[0].steps()) == 1, "of the newer"
-    path = runs / f"{GROUP}.jsonl"
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines_of(runs)[:-1]))
-    assert len(read_runs(runs)[0].steps()) == 2, "those of the older are there still"
+@pytest.mark.parametrize("status", ["killed", "error", "oom"])
+def test_of_lines_of_one_run_the_one_that_ended_ok_is_read(runs, specs, status):
+    archive_alone(runs)
+    leave_again(runs, specs[0], status)
+    archive_alone(runs)
+    first = read_runs(runs)[0]
+    assert first.record["status"] == "ok"
+    assert len(first.steps()) == 2
 
 
-def test_an_archive_that_is_made_again_says_the_same(runs, specs, capsys):
-    assert archive(runs) == 0
-    before = [(runs / f"{GROUP}{end}").read_bytes() for end in (".jsonl", ".steps.parquet")]
-    assert archive(runs) == 0 and "differ" not in capsys.readouterr().out
-    after = [(runs / f"{GROUP}{end}").read_bytes() for end in (".jsonl", ".steps.parquet")]
-    assert after == before
+def test_of_lines_that_ended_ok_the_last_is_read(runs, specs, capsys):
+    archive_alone(runs)
+    leave_again(runs, specs[0])
+    archive_alone(runs)
+    message = f"{specs[0].run_id}: 2 lines that differ, and all are kept"
+    assert message in capsys.readouterr().out
+    assert len(read_runs(runs)[0].steps()) == 1
+
+
+def test_the_steps_of_an_older_line_are_kept(runs, specs):
+    archive_alone(runs)
+    leave_again(runs, specs[0])
+    path = archive_alone(runs)
+    older = lines_of(runs)[:-1]
+    path.write_text("".join(f"{json.dumps(line)}\n" for line in older))
+    assert len(read_runs(runs)[0].steps()) == 2
 
 
 def test_a_profile_that_came_later_goes_into_the_line_that_is_there(runs, specs, capsys):
     assert archive(runs) == 0
-    profile = {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}}
+    profile = PROFILE | {"time": {"busy_ms": 2.0}}
     write(runs / specs[1].run_path / "profile.json", profile)
-    assert archive(runs) == 0 and "differ" not in capsys.readouterr().out
-    assert len(lines_of(runs)) == 3 and read_runs(runs)[1].profile() == profile
+    assert archive(runs) == 0
+    assert "differ" not in capsys.readouterr().out
+    assert len(lines_of(runs)) == 3
+    assert lines_of(runs)[2]["profile"] == profile
 
 
 def test_a_log_that_is_gone_takes_nothing_from_the_archive(runs, specs):
     assert archive(runs) == 0
     folder = runs / specs[0].run_path
     (folder / "steps.jsonl").unlink()
-    write(folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 2.0}})
-    archived(runs, specs)
+    write(folder / "profile.json", PROFILE | {"time": {"busy_ms": 2.0}})
+    archive_alone(runs)
     assert len(read_runs(runs)[0].steps()) == 2
-
-
-def test_a_line_with_what_json_has_not_stays_as_it_is(runs, specs):
-    path = archived(runs, specs) / f"{GROUP}.jsonl"
-    path.write_text(path.read_text().replace('"busy_ms":1.0', '"busy_ms":NaN'))
-    before = path.read_bytes()
-    assert archive(runs) == 0 and path.read_bytes() == before
 
 
 def test_fields_that_are_not_known_survive_being_archived_twice(runs, specs):
     path = runs / specs[0].run_path / "record.json"
     entry = json.loads(path.read_text())
-    entry |= {"later": [1]}
+    entry["later"] = [1]
     entry["speed"]["later"] = {"a": 1}
     write(path, entry)
-    for _ in range(2):
-        archived(runs, specs)
-        line = lines_of(runs)[0]
-        assert (line["later"], line["speed"]["later"]) == ([1], {"a": 1})
-        leave(runs, specs[1], quality={"f1": 12.5})
+    archive_alone(runs)
+    leave(runs, specs[1], quality={"f1": 12.5})
+    archive_alone(runs)
+    line = lines_of(runs)[0]
+    assert line["later"] == [1]
+    assert line["speed"]["later"] == {"a": 1}
 
 
 def test_an_end_between_the_two_files_leaves_an_archive_that_is_whole(runs, specs, monkeypatch):
-    archived(runs, specs)
+    archive_alone(runs)
     before = [(run.record, len(run.steps())) for run in read_runs(runs)]
-    folder = leave(runs, specs[0], time={"started": "2026-12-01T00:00:00+00:00"})
-    (folder / "steps.jsonl").write_text(json.dumps(LINES[0]) + "\n")
-    replaced, replace = [], os.replace
+    leave_again(runs, specs[0])
+    replaced = []
+    replace = os.replace
 
-    def killed(new, path):
+    def replace_once(new, path):
         if replaced:
             raise KeyboardInterrupt
         replaced.append(path)
         replace(new, path)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "replace", killed)
+        patch.setattr(os, "replace", replace_once)
         assert archive(runs) == 130
-    shutil.rmtree(runs / GROUP)
     assert [path.suffix for path in replaced] == [".parquet"]
+    shutil.rmtree(runs / GROUP)
     assert [(run.record, len(run.steps())) for run in read_runs(runs)] == before
 
 
-@pytest.mark.parametrize("spoilt", ["record.json", "profile.json"])
-def test_a_record_that_cannot_be_read_costs_itself_and_stays_in_its_folder(
-    runs, specs, spoilt, capsys
-):
-    (runs / specs[0].run_path / spoilt).write_text('{"schema": "\\ud800"}')
-    assert archive(runs) == 1 and len(lines_of(runs)) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and f"{specs[0].run_id}/{spoilt}: holds half" in said
-    assert "it is in its folder alone" in said
+# What cannot be read.
+
+# What of a line is replaced by what, and the message about it.
+SPOILT = [
+    (".{9}$", "", "not readable as JSON"),
+    (".*", "[]", "schema None is not known"),
+    (f'"{SCHEMA}"', '"qa_lib/2"', "schema 'qa_lib/2' is not known"),
+    ('"group":"cpu-smoke"', '"group":"h200-x"', "a record of group 'h200-x'"),
+    ('"f1":81.5', '"f1":"fast"', "quality.f1 is 'fast'"),
+]
 
 
-def test_a_line_that_is_no_text_costs_itself(runs, specs):
-    path = archived(runs, specs) / f"{GROUP}.jsonl"
-    first, *rest = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join([b"\xff" + first, *rest]))
-    found, (problem,) = told(runs)
-    assert len(found) == 2 and problem.startswith(f"{path}:1: not UTF-8")
+def spoil_second_line(path: Path, old: str, new: str) -> str:
+    """Replace a part of an archive's second line; what the archive is then."""
+    first, second, third = path.read_text().splitlines()
+    spoilt = "\n".join([first, re.sub(old, new, second, count=1), third])
+    path.write_text(spoilt)
+    return spoilt
+
+
+@pytest.mark.parametrize(("old", "new", "message"), SPOILT)
+def test_a_broken_line_costs_itself_and_is_named(runs, old, new, message):
+    path = archive_alone(runs)
+    spoil_second_line(path, old, new)
+    found, (problem,) = read_and_left_out(runs)
+    assert variants_of(found) == ["A1", "A3"]
+    assert len(found[0].steps()) == 2
+    assert problem.startswith(f"{path}:2: {message}")
+
+
+@pytest.mark.parametrize(("old", "new", "message"), SPOILT)
+def test_a_broken_line_is_kept_as_it_is(runs, old, new, message, capsys):
+    """A newer version may read what this one cannot."""
+    path = archive_alone(runs)
+    spoilt = spoil_second_line(path, old, new)
+    assert archive(runs) == 0
+    assert path.read_text() == f"{spoilt}\n"
+    assert f"kept as it is: {path}:2: {message}" in capsys.readouterr().err
+    assert len(read_runs(runs)[0].steps()) == 2
+
+
+def test_a_line_that_is_no_text_costs_itself(runs):
+    path = archive_alone(runs)
+    path.write_bytes(b"\xff" + path.read_bytes())
+    found, (problem,) = read_and_left_out(runs)
+    assert variants_of(found) == ["A2", "A3"]
+    assert problem.startswith(f"{path}:1: not UTF-8")
+
+
+def test_a_line_with_a_nan_stays_as_it_is(runs):
+    path = archive_alone(runs)
+    path.write_text(path.read_text().replace('"busy_ms":1.0', '"busy_ms":NaN'))
+    before = path.read_bytes()
+    assert archive(runs) == 0
+    assert path.read_bytes() == before
+
+
+def test_steps_that_are_no_parquet_are_named(runs):
+    path = archive_alone(runs).with_suffix(".steps.parquet")
+    path.write_bytes(path.read_bytes()[:-9])
+    refused(r"steps\.parquet: not readable as steps", read_runs(runs)[0].steps)
+
+
+@pytest.mark.parametrize("name", ["record.json", "profile.json"])
+def test_what_cannot_be_read_of_a_folder_costs_that_run_and_stays_there(runs, specs, name, capsys):
+    (runs / specs[0].run_path / name).write_text('{"schema": "\\ud800"}')
+    assert archive(runs) == 1
+    assert len(lines_of(runs)) == 2
+    (message,) = capsys.readouterr().err.splitlines()
+    assert f"{specs[0].run_id}/{name}: holds half" in message
+    assert "it is in its folder alone" in message
 
 
 def test_an_archive_that_is_a_link_is_not_written_over(runs, tmp_path, typed):
@@ -265,21 +398,14 @@ def test_an_archive_that_is_a_link_is_not_written_over(runs, tmp_path, typed):
     assert (tmp_path / "theirs").read_text() == "[]"
 
 
-def test_steps_that_are_no_parquet_are_named(runs, specs):
-    path = archived(runs, specs) / f"{GROUP}.steps.parquet"
-    path.write_bytes(path.read_bytes()[:-9])
-    refused(r"steps\.parquet: not readable as steps", read_runs(runs)[0].steps)
+NO_GROUPS = [
+    ("h200-none", "no finished run of group h200-none"),
+    ("../x", "'../x' is not the name of a group"),
+]
 
 
-def test_what_is_no_group_is_one_line(runs, typed):
+@pytest.mark.parametrize(("name", "message"), NO_GROUPS)
+def test_what_is_no_group_is_one_line_and_changes_nothing(runs, typed, name, message):
     before = sorted(runs.rglob("*"))
-    assert "no finished run of group h200-none" in typed("archive h200-none --runs", runs, code=2)
-    assert "'../x' is not the name of a group" in typed("archive ../x --runs", runs, code=2)
+    assert message in typed("archive", name, "--runs", runs, code=2)
     assert sorted(runs.rglob("*")) == before
-
-
-def test_one_group_is_read_whatever_signs_are_in_its_name(runs, specs):
-    archived(runs, specs)
-    (runs / f"{GROUP}.jsonl").rename(runs / "cpu-[smoke].jsonl")
-    assert told(runs, group="cpu-s") == ([], [])
-    assert len(told(runs, group="cpu-[smoke]")[1]) == 3, "found, and of another group"

@@ -17,7 +17,8 @@ from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.records.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock, read_record
+from qa_lib.records.record import SCORING, RunTaken, lock, read_document, read_record
+from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.fit import fit
 from qa_lib.score.predict import answering_device, load_qa_model
 from qa_lib.spec.spec import Machine
@@ -105,7 +106,7 @@ def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch
         answering_device(loaded) == "cpu"
         and answering_device(load_qa_model(run / "model")[0]) == "cuda"
     )
-    found = document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
+    found = read_document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
     before, after, size = (
         found["before"],
         found["after"],

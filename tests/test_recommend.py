@@ -443,13 +443,13 @@ def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_pat
 
 
 def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
-    ask = Mock(side_effect=[Mock(total=16 * 2**30, used=2**30, free=15 * 2**30), None])
+    free_bytes = Mock(side_effect=[15 * 2**30, None])
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16 * 2**30))
     )
-    monkeypatch.setattr(hardware, "ask_nvml", ask)
+    monkeypatch.setattr(hardware.nvml, "free_bytes", free_bytes)
     assert (hardware._free_mib(), hardware._free_mib()) == (15 * 1024, 16 * 1024)
-    ask.assert_called_with(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
+    free_bytes.assert_called_with(torch.device("cuda", 0))
 
 
 def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):

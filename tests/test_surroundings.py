@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 
 import pytest
 
@@ -11,14 +10,15 @@ from qa_lib.packages import KERNELS, jupyter_path
 from tests.material import leave, python
 from tests.tiny import planned
 
-FIND = (
-    "from jupyter_client.kernelspec import KernelSpecManager as M;"
-    "print(M().get_kernel_spec('python3').resource_dir)"
-)
+# Prints the folder of the kernel that Jupyter takes for `python3`.
+FIND_KERNEL = """
+from jupyter_client.kernelspec import KernelSpecManager
+print(KernelSpecManager().get_kernel_spec("python3").resource_dir)
+"""
 
 
 @pytest.fixture
-def stale(tmp_path):
+def stale_kernels(tmp_path):
     """A folder of Jupyter's with a kernel `python3` whose Python is gone."""
     kernel = tmp_path / "jupyter" / "kernels" / "python3" / "kernel.json"
     kernel.parent.mkdir(parents=True)
@@ -29,21 +29,27 @@ def stale(tmp_path):
 
 
 @pytest.mark.parametrize("variable", ["JUPYTER_PATH", "JUPYTER_DATA_DIR"])
-def test_a_notebooks_kernel_is_of_this_python_whatever_is_installed(stale, monkeypatch, variable):
-    monkeypatch.setenv(variable, str(stale))
-    found = python("-c", FIND, JUPYTER_PATH=child_env()["JUPYTER_PATH"]).stdout.strip()
-    assert found == str(KERNELS / "kernels" / "python3")
+def test_a_notebooks_kernel_is_of_this_python_whatever_is_installed(
+    stale_kernels, monkeypatch, variable
+):
+    monkeypatch.setenv(variable, str(stale_kernels))
+    done = python("-c", FIND_KERNEL, JUPYTER_PATH=child_env()["JUPYTER_PATH"])
+    assert done.stdout.strip() == str(KERNELS / "kernels" / "python3")
 
 
 def test_the_kernels_command_is_one_that_jupyter_starts_by_its_own_python():
     content = json.loads((KERNELS / "kernels" / "python3" / "kernel.json").read_text())
-    assert content["argv"][0] == "python" and sys.version_info[0] == 3
+    assert content["argv"][0] == "python"
 
 
 def test_what_a_user_has_in_jupyters_path_stays_there_and_comes_later(monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", os.pathsep.join(["/a", "/b"]))
+    assert jupyter_path().split(os.pathsep) == [str(KERNELS), "/a", "/b"]
+
+
+def test_our_folder_is_put_into_jupyters_path_once(monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "/a")
     once = jupyter_path()
-    assert once.split(os.pathsep) == [str(KERNELS), "/a", "/b"]
     monkeypatch.setenv("JUPYTER_PATH", once)
     assert jupyter_path() == once
 
@@ -55,7 +61,15 @@ def test_what_an_output_lacks_is_printed_as_an_escape(encoding, tmp_path):
     assert "\\u2603.csv" in python("-m", "qa_lib", *words, PYTHONIOENCODING=encoding).stdout
 
 
+# Starts another Python, which prints a snowman.
+START_PRINTING = """
+import subprocess, sys
+from qa_lib.errors import print_anything
+print_anything()
+subprocess.run([sys.executable, "-c", "print(chr(0x2603))"], check=True)
+"""
+
+
 def test_what_a_process_starts_prints_in_the_same_encoding():
-    code = "from qa_lib.errors import print_anything; print_anything(); import subprocess, sys;"
-    code += "subprocess.run([sys.executable, '-c', 'print(chr(9731))'], check=True)"
-    assert python("-c", code, PYTHONIOENCODING="ascii").stdout.strip() == "\\u2603"
+    done = python("-c", START_PRINTING, PYTHONIOENCODING="ascii")
+    assert done.stdout.strip() == "\\u2603"

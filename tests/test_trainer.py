@@ -59,7 +59,7 @@ def said(monkeypatch):
 
 def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, samples, tmp_path):
     model, _, meter, *_ = trained(spec_of("P0-polled"), samples, tmp_path)
-    assert meter.polled == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert meter.polled_busy_shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert [words[0] for words in said] == ["--query-gpu=utilization.gpu"] * STEPS
     assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled == pytest.approx(0.8), (
         "of the measured steps"

@@ -36,8 +36,8 @@ from qa_lib.lab.sweep import progress_of
 from qa_lib.loaded import file_digests
 from qa_lib.model.build import save_model
 from qa_lib.model.hf_checkpoint import SUMS
-from qa_lib.records import record
 from qa_lib.records.archive import read_runs
+from qa_lib.records.schema import PROFILE_SCHEMA
 from qa_lib.run.plan import identify_data, identify_model, plan
 from qa_lib.score.predict import load_qa_model
 from qa_lib.train import checkpoint as checkpoints
@@ -80,9 +80,7 @@ class Lab:
         specs = plan(["A1", "A2", "A3"], "smoke", data="synthetic:40", machine=CPU)
         for spec in specs:
             folder = leave(self.runs, spec, env={"gpu": "NVIDIA H200"})
-            write(
-                folder / "profile.json", {"schema": record.PROFILE_SCHEMA, "time": {"busy_ms": 1.0}}
-            )
+            write(folder / "profile.json", {"schema": PROFILE_SCHEMA, "time": {"busy_ms": 1.0}})
             (folder / "steps.jsonl").write_text(
                 '{"step": 1, "loss": 2.0, "lr": 0.1, "ms": 3.0}\n' * 3
             )

@@ -18,7 +18,7 @@ from qa_lib.lab.report.load import REFERENCE, load_runs, select
 from qa_lib.lab.sweep import notebook_command, sweep
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
-from qa_lib.records.record import write_atomically
+from qa_lib.records.files import write_atomically
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine, Spec
 from qa_lib.spec.variants import tagged

@@ -30,6 +30,7 @@ from qa_lib.lab.launch.local import (
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.records import record
+from qa_lib.records.files import RecordError, regular
 from qa_lib.run.plan import plan
 from qa_lib.spec.presets import find_preset
 from qa_lib.spec.spec import Spec
@@ -169,7 +170,7 @@ def _summary(specs: list[Spec], launcher: Launcher) -> tuple[str, dict[str, int]
             "micro-batch": spec.asked.micro_batch,
             "status": NOT_BEGUN,
         }
-        with contextlib.suppress(record.RecordError):
+        with contextlib.suppress(RecordError):
             entry = launcher.entry_of(spec)
             line |= {"status": entry["status"], "seconds": entry["time"]["wall_s"]}
             if spec.hardware != "cpu":  # whose speeds rank nothing
@@ -190,10 +191,10 @@ def _summary(specs: list[Spec], launcher: Launcher) -> tuple[str, dict[str, int]
 def progress_of(run_dir: Path) -> tuple[int, int | None]:
     """Steps done and planned, as far as the run's files tell."""
     with contextlib.suppress(
-        record.RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError
+        RecordError, OSError, ArithmeticError, ValueError, LookupError, TypeError
     ):
         planned = record.read_record(run_dir)["spec"]["planned_steps"]
-        with open(record.regular(run_dir / "steps.jsonl"), "rb") as stream:
+        with open(regular(run_dir / "steps.jsonl"), "rb") as stream:
             stream.seek(max(0, os.fstat(stream.fileno()).st_size - 400))
             return int(json.loads(stream.read().splitlines()[-1])["step"]), planned
     return 0, None

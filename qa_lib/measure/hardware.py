@@ -18,9 +18,10 @@ import torch
 import torch.distributed as dist
 
 from qa_lib.errors import UserError
-from qa_lib.measure.meter import MIB, Stopwatch, ask_nvml, elapsed
+from qa_lib.measure import nvml
+from qa_lib.measure.meter import MIB, Stopwatch, elapsed
 from qa_lib.packages import adapters_fault, is_torchao_usable, version_of
-from qa_lib.records.record import open_to_write
+from qa_lib.records.files import open_to_write
 from qa_lib.spec.spec import Machine, hardware_name
 from qa_lib.spec.variants import AMPERE, VOLTA
 
@@ -39,9 +40,9 @@ def train_device() -> torch.device:
 
 
 def limit_memory(gib: float) -> None:
-    """Let this process allocate so much of the GPU's memory and no more.
+    """Let this process allocate `gib` GiB of the GPU's memory and no more.
 
-    What exceeds it ends as out of memory.
+    A run that needs more ends as out of memory.
     """
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, gib * 2**30 / total))
@@ -91,7 +92,8 @@ def this_machine() -> Machine:
     }
     installed |= {"torchao": is_torchao_usable(), "adapters_fault": adapters_fault()}
     if not torch.cuda.is_available():
-        has_cpp_compiler = any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++")))
+        compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+        has_cpp_compiler = any(shutil.which(name) for name in compilers)
         return Machine(
             hardware=hardware_name(None),
             gpus=0,
@@ -115,9 +117,9 @@ def this_machine() -> Machine:
 
 def _free_mib() -> int:
     """Return the MiB of the first GPU's memory that nobody holds; all where NVML does not say."""
-    memory = ask_nvml(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
-    if memory:
-        return int(memory.free / MIB)
+    free_bytes = nvml.free_bytes(torch.device("cuda", 0))
+    if free_bytes is not None:
+        return int(free_bytes / MIB)
     return int(torch.cuda.get_device_properties(0).total_memory / MIB)
 
 
@@ -182,12 +184,13 @@ def polled_utilization() -> float:
     It is the mean over all GPUs of this host, whoever uses them: what one call of nvidia-smi says,
     which starts a program and takes its time. Raises UserError where it does not say.
     """
-    words = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits").split()
+    percents = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits").split()
     try:
-        return statistics.mean(map(int, words)) / 100
+        return statistics.mean(map(int, percents)) / 100
     except ValueError:
+        answer = " ".join(percents)[:80]
         raise UserError(
-            f"nvidia-smi does not tell the GPUs' utilization (it says {' '.join(words)[:80]!r})"
+            f"nvidia-smi does not tell the GPUs' utilization (it says {answer!r})"
         ) from None
 
 
@@ -203,8 +206,10 @@ def _nvidia_smi(*words: str) -> str:
 def _cpu_name() -> str | None:
     """Return the processor's name; None where the system does not tell."""
     info = Path("/proc/cpuinfo")
-    if info.exists() and (line := re.search(r"model name\s*: (.*)", info.read_text())):
-        return line[1]
+    text = info.read_text() if info.exists() else ""
+    model = re.search(r"model name\s*: (.*)", text)
+    if model:
+        return model[1]
     return platform.processor() or None
 
 

@@ -1,15 +1,16 @@
 """What a run costs: step times, speed, arithmetic, memory and energy."""
 
 import contextlib
-import functools
 import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from qa_lib.measure import nvml
 from qa_lib.model.architectures import (
     encoder_of,
     layers_of,
@@ -17,41 +18,12 @@ from qa_lib.model.architectures import (
     local_layers,
     param_counts,
 )
-from qa_lib.records.record import Memory, Speed, StepTime
+from qa_lib.records.schema import Memory, Speed, StepTime
 
 MIB = 2**20
 # Steps before the memory's peak counts: compilation is over by then, and the capture of a CUDA
 # graph (train/cuda_graph.py) is not.
 PEAK_FROM = 3
-ENERGY = "nvmlDeviceGetTotalEnergyConsumption"  # in millijoules, since the driver was loaded
-# The share of the last 1/6 to 1 s in which any kernel ran, however small, and be it one that waits
-# for other GPUs: it says how much of the time the host leaves the GPU idle, where the utilization
-# by GEMMs says how well it is used.
-UTILIZATION = "nvmlDeviceGetUtilizationRates"
-
-
-@functools.cache
-def _nvml(device: torch.device):
-    """Return NVML, and its handle of a GPU."""
-    import pynvml  # a GPU's machine has it, and others need not
-
-    pynvml.nvmlInit()
-    # By identity, since NVML does not follow CUDA_VISIBLE_DEVICES.
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
-
-
-def ask_nvml(device: torch.device, question: str):
-    """Return what NVML's function `question` answers about a GPU; None where it does not say.
-
-    It does not where the package, the driver, the permission or the counter is missing.
-    """
-    if device.type != "cuda":
-        return None
-    with contextlib.suppress(Exception):
-        nvml, handle = _nvml(device)
-        return getattr(nvml, question)(handle)
-    return None
 
 
 class Hooks:
@@ -88,26 +60,37 @@ class Stopwatch:
         self.begin = self._mark()
 
     def _mark(self):
+        """Return a mark of this moment: seconds on a CPU, an event of the stream on a GPU."""
         if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def lap(self):
+    def lap(self) -> tuple:
         """Mark this moment, and return the mark before it and this one; does not wait."""
         previous = self.begin
         self.begin = self._mark()
         return previous, self.begin
 
 
-def elapsed(lap) -> float:
+def elapsed(lap: tuple) -> float:
     """Return the seconds between the two marks of a Stopwatch's lap; waits for the second."""
     begin, end = lap
     if isinstance(begin, float):
         return end - begin
     end.synchronize()
     return begin.elapsed_time(end) / 1e3
+
+
+class StepCounts(NamedTuple):
+    """What an optimizer step processed."""
+
+    samples: int
+    tokens: int  # of the samples, without padding
+    squares: int  # the sum of the samples' squared lengths
+    computed_tokens: int  # of the sequences that were computed, with their padding
+    computed_squares: int  # the sum of these sequences' squared lengths
 
 
 class Meter:
@@ -124,18 +107,19 @@ class Meter:
         self.warm_up = warm_up
         self.peak_from = min(peak_from, warm_up)
         self.laps = []  # of the steps since the last flush
-        self.times = []  # seconds of each step
-        # For each step its samples, their tokens, the sum of their lengths' squares, and the same
-        # two of the sequences that were computed.
-        self.counts = []
-        self.first_step_at = None  # time.time() when the first step of this process was done
-        self.data_s = []  # the host's seconds to prepare each step's inputs
+        self.times: list[float] = []  # seconds of each step
+        self.step_counts: list[StepCounts] = []  # of each step
+        self.data_s: list[float] = []  # the host's seconds to prepare each step's inputs
+        # time.time() when the first step of this process was done
+        self.first_step_at: float | None = None
         # The GPU's energy in each measured stretch; None where its counter did not answer.
-        self.joules = []
-        self.counter = None  # its counter when the stretch began, in millijoules
-        # Shares of time in which the GPU was busy: one a measured stretch, and one a step.
-        self.samples = []
-        self.polled = []
+        self.joules: list[float | None] = []
+        # The energy counter when the stretch began, in millijoules.
+        self.energy_before: int | None = None
+        # The share of time in which the GPU was busy, by NVML, in each measured stretch.
+        self.busy_shares: list[float] = []
+        # The same by nvidia-smi after each step, over all GPUs of the host, where a variant polls.
+        self.polled_busy_shares: list[float] = []
         self.resume()
 
     def resume(self) -> None:
@@ -143,8 +127,8 @@ class Meter:
 
         What happened since the last step, such as a checkpoint, is not a step.
         """
-        if len(self.counts) >= self.warm_up:
-            self.counter = ask_nvml(self.device, ENERGY)
+        if len(self.step_counts) >= self.warm_up:
+            self.energy_before = nvml.energy_mj(self.device)
         self.clock = Stopwatch(self.device)
 
     def step(self, real_lengths: np.ndarray, computed_lengths: np.ndarray) -> None:
@@ -155,10 +139,16 @@ class Meter:
         self.laps.append(self.clock.lap())
         real = real_lengths.astype(np.int64)
         computed = computed_lengths.astype(np.int64)
-        self.counts.append(
-            (len(real), real.sum(), real @ real, computed.sum(), computed @ computed)
+        self.step_counts.append(
+            StepCounts(
+                samples=len(real),
+                tokens=real.sum(),
+                squares=real @ real,
+                computed_tokens=computed.sum(),
+                computed_squares=computed @ computed,
+            )
         )
-        steps = len(self.counts)
+        steps = len(self.step_counts)
         on_gpu = self.device.type == "cuda"
         if steps == 1:
             if on_gpu:
@@ -176,13 +166,19 @@ class Meter:
         self.laps.clear()
         self.times += seconds
         if seconds and len(self.times) > self.warm_up:
-            counter = ask_nvml(self.device, ENERGY)
-            rates = ask_nvml(self.device, UTILIZATION)
-            known = counter and self.counter
-            self.joules.append((counter - self.counter) / 1e3 if known else None)
-            if rates:
-                self.samples.append(rates.gpu / 100)
+            self._end_measured_stretch()
         return seconds
+
+    def _end_measured_stretch(self) -> None:
+        """Note the GPU's energy since `resume`, and how busy it has been."""
+        energy = nvml.energy_mj(self.device)
+        if energy and self.energy_before:
+            self.joules.append((energy - self.energy_before) / 1e3)
+        else:
+            self.joules.append(None)
+        share = nvml.busy_share(self.device)
+        if share is not None:
+            self.busy_shares.append(share)
 
     def joules_per_sample(self) -> float | None:
         """Return the GPU's energy over the measured steps, by its own counter.
@@ -191,7 +187,8 @@ class Meter:
         """
         if None in self.joules or not sum(self.joules):
             return None
-        return sum(self.joules) / sum(count[0] for count in self.counts[self.warm_up :])
+        samples = sum(counts.samples for counts in self.step_counts[self.warm_up :])
+        return sum(self.joules) / samples
 
     def step_ms(self) -> StepTime:
         """Return the milliseconds of the measured steps."""
@@ -200,7 +197,7 @@ class Meter:
         if not measured:
             return StepTime()
         p10, median, p90 = (1e3 * float(np.percentile(measured, q)) for q in (10, 50, 90))
-        return StepTime(len(measured), median, p10, p90)
+        return StepTime(n=len(measured), median=median, p10=p10, p90=p90)
 
     def data_ms(self) -> float | None:
         """Return the median milliseconds in which the host chooses and collates a step's inputs.
@@ -233,21 +230,22 @@ class Meter:
         measured = self.times[self.warm_up :]
         if not measured:
             return Speed()
-        counts = np.array(self.counts[self.warm_up :], dtype=np.float64)
-        samples, real, real_squares, computed, computed_squares = counts.sum(0) / sum(measured)
+        counts = np.array(self.step_counts[self.warm_up :], dtype=np.float64)
+        rates = StepCounts(*counts.sum(0) / sum(measured))  # a second
         possible = matrix_tflops * 1e12 * devices
-        needed_flops = step.flops(real, real_squares)
-        executed_flops = step.flops(computed, computed_squares, recompute=True)
+        needed_flops = step.flops(rates.tokens, rates.squares)
+        executed_flops = step.flops(rates.computed_tokens, rates.computed_squares, recompute=True)
+        polled = self.polled_busy_shares[self.warm_up :]
         return Speed(
-            samples_per_s=samples,
-            tokens_per_s_padded=computed,
-            tokens_per_s=real,
-            pad_fraction=1 - real / computed,
+            samples_per_s=rates.samples,
+            tokens_per_s=rates.tokens,
+            tokens_per_s_padded=rates.computed_tokens,
+            pad_fraction=1 - rates.tokens / rates.computed_tokens,
             gemm_utilization=needed_flops / possible,
             gemm_utilization_padded=executed_flops / possible,
             gemm_tflops_measured=matrix_tflops,
-            gpu_busy=statistics.fmean(self.samples) if self.samples else None,
-            gpu_busy_polled=statistics.fmean(self.polled[self.warm_up :]) if self.polled else None,
+            gpu_busy=statistics.fmean(self.busy_shares) if self.busy_shares else None,
+            gpu_busy_polled=statistics.fmean(polled) if polled else None,
         )
 
 
@@ -271,12 +269,14 @@ class StepFlops:
         layers = layers_of(model)
         named = [(name, p) for layer in layers for name, p in layer.named_parameters()]
         counts = param_counts(model)
+        # Elements of the layers' parameters, and of their matrices that train.
         self.parameters = sum(counts[p] for name, p in named if ".lora_" not in name)
         self.trained = sum(p.numel() for _, p in named if p.requires_grad and p.ndim > 1)
         encoder = encoder_of(model)
+        # Elements of a decoder's head, whose gradient by activations is always needed.
         head = model.get_submodule(encoder.head).weight if encoder.causal else torch.empty(0)
         self.head = head.numel()
-        self.head_trains = head.requires_grad
+        self.head_passes = 3 if head.requires_grad else 2
         self.attended = 0.5 if encoder.causal else 1.0  # share of the scores
         self.layers = len(layers)
         self.hidden = model.config.hidden_size
@@ -293,7 +293,8 @@ class StepFlops:
         """
         again = self.recomputed if recompute else 0.0
         linear = 2 * tokens * (self.parameters * (1 + self.passed + again) + self.trained)
-        head = 2 * tokens * self.head * (2 + self.head_trains)
+        head = 2 * tokens * self.head * self.head_passes
+        # `local` is the share of layers whose tokens see a window alone, where that is less.
         squares += self.local * min(0, self.window * tokens - squares)
         passes = 1 + 2 * self.passed + again
         attention = 4 * self.layers * self.hidden * self.attended * squares * passes
@@ -332,11 +333,11 @@ def memory_use(
     return memory
 
 
-def _local(tensors) -> Iterator[torch.Tensor]:
+def _local(tensors: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Return the tensors, or the parts here of those that are spread over several GPUs."""
     return (t.to_local() if hasattr(t, "to_local") else t for t in tensors)
 
 
-def _mib(tensors) -> float:
+def _mib(tensors: Iterable[torch.Tensor]) -> float:
     """Return the MiB that tensors take here."""
     return sum(t.numel() * t.element_size() for t in _local(tensors)) / MIB

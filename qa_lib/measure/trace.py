@@ -32,7 +32,7 @@ PARTS = (
 )
 OVERLAP_STEPS = 3  # steps that `overlap` profiles
 
-# The begin of a range's name, and its label.
+# The begin of a range's name -> its label.
 STEP = {"ProfilerStep#": "step"}
 # Ranges of train/loop.py. What several processes do between backward pass and update counts as the
 # optimizer's.
@@ -85,7 +85,7 @@ class Work(NamedTuple):
 
 
 def export(profiler) -> bytes:
-    """Return the trace of a torch.profiler as a file, gzipped."""
+    """Return the trace of a torch.profiler as the content of a file, gzipped."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json.gz")
         profiler.export_chrome_trace(str(path))
@@ -93,7 +93,7 @@ def export(profiler) -> bytes:
 
 
 def read(packed: bytes) -> list[dict]:
-    """Return the events of a trace file."""
+    """Return the events of a trace, from the content of its file."""
     return json.loads(gzip.decompress(packed))["traceEvents"]
 
 
@@ -144,20 +144,21 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
     ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
     # Which operators a lookup calls in turn differs between versions of PyTorch.
     lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == _LOOKUP)
+    pieces = _gpu_work(events, ops) if _on_gpu(events) else _cpu_work(ops)
     rows = []
-    for one in _gpu_work(events, ops) if _on_gpu(events) else _cpu_work(ops):
-        step = _inside(steps, one.launched_us)
+    for piece in pieces:
+        step = _inside(steps, piece.launched_us)
         if step is None:
             continue
-        phase_index = _inside(phases, one.launched_us)
+        phase_index = _inside(phases, piece.launched_us)
         if phase_index is not None:
             _, _, phase = phases[phase_index]
         else:
-            phase = "" if "GraphLaunch" in one.caller else "forward"
-        in_lookup = _inside(lookups, one.launched_us) is not None
-        op = _LOOKUP if in_lookup else one.caller
-        part = part_of(one.name, op, one.sizes, phase, widths)
-        rows.append((step, one.begin_us / 1e3, one.ms, one.name, phase, part))
+            phase = "" if "GraphLaunch" in piece.caller else "forward"
+        in_lookup = _inside(lookups, piece.launched_us) is not None
+        op = _LOOKUP if in_lookup else piece.caller
+        part = part_of(piece.name, op, piece.sizes, phase, widths)
+        rows.append((step, piece.begin_us / 1e3, piece.ms, piece.name, phase, part))
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
     table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")
     return table
@@ -166,21 +167,24 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
 def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, float, str]]:
     """Return (begin, end, label) of ranges and operators on the CPU, in order of time.
 
-    They are those whose names begin like a key of `labels`, whose value is the label. A range has a
-    copy on the GPU's side of the trace, which is left out.
+    `labels` has the begin of the names of those that are wanted, and the label for each. A range
+    has a copy on the GPU's side of the trace, which is left out.
     """
     spans = []
     for e in events:
         if e.get("ph") != "X" or e.get("cat") not in ("user_annotation", "cpu_op"):
             continue
-        for begin_of_name, label in labels.items():
-            if e["name"].startswith(begin_of_name):
+        for prefix, label in labels.items():
+            if e["name"].startswith(prefix):
                 spans.append((e["ts"], e["ts"] + e["dur"], label))
     return sorted(spans)
 
 
 def _inside(spans: list[tuple], moment: float) -> int | None:
-    """Return the index of the latest begun span, None where that does not hold the moment."""
+    """Return the index of the span that began last before a moment.
+
+    Returns None where it has ended by then, and where none has begun.
+    """
     index = bisect.bisect_right(spans, (moment, float("inf"))) - 1
     return index if index >= 0 and moment < spans[index][1] else None
 
@@ -283,16 +287,17 @@ def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     calls = [e for e in events if e.get("cat") in BY_HOST and e["name"].startswith(_LAUNCHES)]
     launches = sum(_inside(spans, e["ts"]) is not None for e in calls)
     busy = float(work["ms"].sum() / steps)
+    parts_by_phase = {
+        phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))}
+        for phase in PHASES
+    }
     return {
         "step_ms": step_ms,
         "busy_ms": busy,
         "busy_share": min(1.0, busy / step_ms),
         "launches_per_step": launches / steps if gpu else None,
         "kernels_per_step": len(work) / steps if gpu else None,
-        "parts": {
-            phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))}
-            for phase in PHASES
-        },
+        "parts": parts_by_phase,
         "kernels": [
             {
                 "name": name[:160],

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from qa_lib.data.squad import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
-from qa_lib.records.record import writable_folder
+from qa_lib.records.files import writable_folder
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"

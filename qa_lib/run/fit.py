@@ -39,12 +39,14 @@ from qa_lib.lab.launch.torchrun import fault_path, faults, first_fault, run_proc
 from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.loaded import CODE, said_of_changes
 from qa_lib.measure import hardware
-from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
+from qa_lib.measure.meter import Hooks, Meter, StepCounts, StepFlops, memory_use
 from qa_lib.model.architectures import param_counts
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.load import check_tokenizer
 from qa_lib.model.qat import WIDTHS
 from qa_lib.records import record
+from qa_lib.records.files import RecordError, check_folder, write_atomically
+from qa_lib.records.schema import Speed
 from qa_lib.run.plan import check_planned
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
@@ -112,7 +114,7 @@ def fit(
         raise UserError(
             f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
         )
-    record.check_folder(Path(runs) / spec.run_path)
+    check_folder(Path(runs) / spec.run_path)
     if spec.chosen and not spec.recommended:  # what is recommended is said by its launcher
         say(wrapped(spec.adjusted[0]))
     if force and int(os.environ.get("RANK", 0)) == 0:
@@ -305,7 +307,7 @@ def recording(spec: Spec, run_dir: Path, say) -> Iterator[dict]:
     a driver started this process, it ends with that driver.
     """
     with with_driver(), record.lock(run_dir):
-        record.check_folder(run_dir)
+        check_folder(run_dir)
         entry = record.new_record(spec, hardware.environment())
         try:
             follow_driver()  # which may be gone already: only in here does the record say so
@@ -380,7 +382,7 @@ def _save(model: torch.nn.Module, data: Data, folder: Path, entry: dict) -> None
         for width in WIDTHS:
             shutil.rmtree(folder.with_name(f"{folder.name}-{width}"), ignore_errors=True)
     except (OSError, SafetensorError) as problem:
-        raise record.RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
+        raise RecordError(f"cannot write {folder}: {first_line(problem)}") from problem
 
 
 def _note_sizes(entry: dict, data: Data, model: torch.nn.Module, steps: int) -> None:
@@ -434,8 +436,8 @@ def _note_ranks(
     """
     own = {
         "joules": meter.joules_per_sample(),
-        "counts": meter.counts,
-        "samples": meter.samples,
+        "counts": meter.step_counts,
+        "busy_shares": meter.busy_shares,
         "peak_mib": entry["memory"]["peak_alloc_mib"],
         "step_ms": meter.step_ms().median,
         "weights": digest_of({name: p.detach().cpu() for name, p in model.named_parameters()}, {}),
@@ -445,10 +447,9 @@ def _note_ranks(
     }
     found = ranks.gather(own)
     # The processes of one replica have all counted the same samples.
-    meter.counts = list(
-        np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world
-    )
-    meter.samples = [sample for each in found for sample in each["samples"]]
+    counts = np.sum([each["counts"] for each in found], axis=0) * ranks.replicas // ranks.world
+    meter.step_counts = [StepCounts(*of_step) for of_step in counts]
+    meter.busy_shares = [share for each in found for share in each["busy_shares"]]
     peaks, times = (
         {str(rank): each[name] for rank, each in enumerate(found)}
         for name in ("peak_mib", "step_ms")
@@ -486,9 +487,7 @@ def _note_ranks(
     )  # each has worked on as many samples
 
 
-def _note_times(
-    entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: record.Speed
-) -> None:
+def _note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, speed: Speed) -> None:
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"] |= {"step_ms": dataclasses.asdict(meter.step_ms()), "train_s": sum(meter.times)}
@@ -564,5 +563,5 @@ def noting_faults(run_dir: Path, ranks: ProcessGroup):
             fault["error"]["message"] = (
                 f"process {ranks.rank} of {ranks.world}: {fault['error']['message']}"
             )
-            record.write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
+            write_atomically(fault_path(run_dir, ranks.rank), json.dumps(fault))
         raise

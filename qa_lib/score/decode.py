@@ -29,7 +29,7 @@ import torch
 
 from qa_lib.data.squad import DataError, Example
 from qa_lib.data.windows import Samples, examples_sha256
-from qa_lib.records.record import writable, writable_folder, write_atomically
+from qa_lib.records.files import writable, writable_folder, write_atomically
 from qa_lib.spec.presets import ANSWER_TOKENS
 
 BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048

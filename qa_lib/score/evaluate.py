@@ -24,7 +24,8 @@ from qa_lib.data.squad import DataError
 from qa_lib.data.windows import Samples
 from qa_lib.model.architectures import max_positions
 from qa_lib.model.build import DTYPES
-from qa_lib.records.record import SCORING, write_atomically
+from qa_lib.records.files import write_atomically
+from qa_lib.records.record import SCORING
 from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits

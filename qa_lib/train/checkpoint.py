@@ -12,7 +12,8 @@ from safetensors import safe_open
 
 from qa_lib.loaded import CODE, LoadedCode, said_of_changes
 from qa_lib.measure.hardware import libraries
-from qa_lib.records.record import RecordError, code_version, writable
+from qa_lib.records.code import code_version
+from qa_lib.records.files import RecordError, writable
 from qa_lib.spec.spec import Spec
 from qa_lib.train.parallel.data_parallel import NoParallel, gather, shard
 

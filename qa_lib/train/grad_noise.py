@@ -26,7 +26,7 @@ from collections.abc import Callable
 import torch
 
 from qa_lib.measure.meter import elapsed
-from qa_lib.records.record import Noise
+from qa_lib.records.schema import Noise
 from qa_lib.spec.presets import Preset
 
 # Samples of the batch whose efficiency is 1: that of the reference project.

@@ -10,7 +10,8 @@ from tqdm import tqdm
 
 from qa_lib.errors import UserError
 from qa_lib.measure.meter import Meter
-from qa_lib.records.record import RecordError, open_to_write, read_steps
+from qa_lib.records.files import RecordError, open_to_write
+from qa_lib.records.record import read_steps
 from qa_lib.spec.spec import Spec
 from qa_lib.train.grad_noise import noise_scale
 from qa_lib.train.parallel.process_group import ProcessGroup

@@ -129,7 +129,7 @@ class _Steps(TrainerCallback):
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.polls:
-            self.meter.polled.append(polled_utilization())
+            self.meter.polled_busy_shares.append(polled_utilization())
         collator, parts = self.trainer.data_collator, self.trainer.parts
         micro_batches = [collator.seen.pop(0) for _ in parts]
         self.log.step(

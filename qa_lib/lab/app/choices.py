@@ -9,7 +9,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from qa_lib.records.record import QUANTIZED_SCHEMA, document, read_record, run_files
+from qa_lib.records.record import read_document, read_record, run_files
+from qa_lib.records.schema import QUANTIZED_SCHEMA
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ def _of_run(folder: Path) -> Choice | None:
         if record["status"] != "ok" or record["task"]["name"] != "qa":
             return None
         if (found := folder / "quantized.json").is_file():  # whose answers are others
-            quantized = document(found, QUANTIZED_SCHEMA)
+            quantized = read_document(found, QUANTIZED_SCHEMA)
             quality, width = quantized["after"], f" · {quantized['width']}"
         name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
         synthetic = str(record["data"]["name"]).startswith("synthetic")

@@ -32,7 +32,8 @@ from qa_lib.lab.report.summary import result_table, summary
 from qa_lib.lab.sweep import progress_of
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import Run, own_groups, read_runs
-from qa_lib.records.record import RecordError, read_record, regular, run_files
+from qa_lib.records.files import RecordError, regular
+from qa_lib.records.record import read_record, run_files
 from qa_lib.spec.presets import whole_number
 
 # Gradio makes a client of its own when it is imported, and httpx lacks a package for some proxies.

@@ -31,6 +31,7 @@ from qa_lib.lab.launch.process import DRIVER, child_env, kill, plain_command
 from qa_lib.lab.launch.warm import Forked, fork
 from qa_lib.paths import importing
 from qa_lib.records import record
+from qa_lib.records.files import RecordError, check_folder, empty_folder, open_to_write, regular
 from qa_lib.spec.spec import WORLD, Machine, Spec
 
 POLL_S = 0.2
@@ -112,7 +113,7 @@ class Launcher:
 
     def is_finished(self, spec: Spec) -> bool:
         """Whether this run may be passed over. One whose record cannot be read may not: `run_all` says why."""
-        with contextlib.suppress(record.RecordError):
+        with contextlib.suppress(RecordError):
             return self._is_finished(spec)
         return False
 
@@ -187,12 +188,12 @@ class Launcher:
         except record.RunTaken:
             self.stopped.wait(POLL_S)
             return None
-        except (record.RecordError, OSError, EOFError) as problem:
-            if isinstance(problem, record.RecordError) and not prepared:
+        except (RecordError, OSError, EOFError) as problem:
+            if isinstance(problem, RecordError) and not prepared:
                 return self._refuse(spec, problem)
             return self._lost(spec, run_dir, problem)
 
-    def _refuse(self, spec: Spec, problem: record.RecordError) -> dict:
+    def _refuse(self, spec: Spec, problem: RecordError) -> dict:
         """A record that says why a run cannot begin, such as for a record that cannot be read. It is not written: what
         is in the folder may be a newer version's, or a link to somebody else's."""
         entry = record.new_record(spec, self.env) | {"status": "error"}
@@ -205,7 +206,7 @@ class Launcher:
         warm ones was gone; raises any other `problem` again, so that no whole record is written over."""
         try:
             entry = record.read_record(run_dir)
-        except record.RecordError:
+        except RecordError:
             if self.stopped.is_set():
                 raise problem from None
             lost = {
@@ -227,8 +228,8 @@ class Launcher:
             if self._is_finished(spec):  # another driver may have just done it
                 return record.read_record(run_dir)
             if self.force:
-                record.empty_folder(run_dir)
-            record.check_folder(run_dir)
+                empty_folder(run_dir)
+            check_folder(run_dir)
             entry = record.new_record(spec, self.env)
             if spec.skip:
                 return record.finish(
@@ -241,7 +242,7 @@ class Launcher:
         """The record of a run that has its process now. Raises RunTaken if another process works on it."""
         since = time.time() - 1  # the clock of a file system is coarse
         begin, env = time.monotonic(), child_env(cards, self._shares(cards), spec.preset.threads)
-        with record.open_to_write(run_dir / "log.txt", "w") as log:
+        with open_to_write(run_dir / "log.txt", "w") as log:
             process = self._start(spec, run_dir, env, log)
         self.active.append(spec)
         try:
@@ -407,7 +408,7 @@ def judge(
 
 
 def _last_words(run_dir: Path) -> str:
-    lines = record.regular(run_dir / "log.txt").read_text(errors="replace").split("\n")
+    lines = regular(run_dir / "log.txt").read_text(errors="replace").split("\n")
     return next(
         (line.strip()[:200] for line in reversed(lines) if line.strip()), "no word in log.txt"
     )

@@ -40,6 +40,7 @@ from qa_lib.errors import stopped_by
 from qa_lib.lab.launch.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.measure.hardware import environment
 from qa_lib.records import record
+from qa_lib.records.files import check_folder, regular
 from qa_lib.spec.spec import Spec
 
 STOPPED = (
@@ -56,7 +57,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     """
     run_dir = Path(runs) / spec.run_path
     with record.lock(run_dir):
-        record.check_folder(run_dir)
+        check_folder(run_dir)
         # So that processes that die before their first line leave no older result standing.
         record.write_record(
             run_dir, record.new_record(spec, environment()) | {"status": record.STARTING}
@@ -157,7 +158,7 @@ def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
     found = []
     for path in faults(run_dir):
         with contextlib.suppress(OSError, ValueError):
-            found.append(json.loads(record.regular(path).read_text()))
+            found.append(json.loads(regular(path).read_text()))
     found = [fault for fault in found if fault["at"] >= since]
     own = [
         fault for fault in found if fault["status"] == "oom"

@@ -25,7 +25,7 @@ from qa_lib.lab.report.summary import summary
 from qa_lib.packages import check_runner, environment_of_kernels
 from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.records.archive import own_groups
-from qa_lib.records.record import writable_folder, write_atomically
+from qa_lib.records.files import writable_folder, write_atomically
 
 NOTEBOOK = "notebooks/report.ipynb"
 READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records

@@ -21,7 +21,8 @@ from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import markdown, number, say
 from qa_lib.lab.report.summary import change, result_table, summary
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
-from qa_lib.records.record import RecordError, read_record, regular
+from qa_lib.records.files import RecordError, regular
+from qa_lib.records.record import read_record
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import BASELINES, TASKS, VARIANTS, find_family, since
 

@@ -15,7 +15,7 @@ from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.stats import LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.lab.report.style import SPOILT, digest, png, reason, style, title_of
 from qa_lib.lab.report.summary import result_table, summary
-from qa_lib.records.record import writable_folder, write_atomically
+from qa_lib.records.files import writable_folder, write_atomically
 
 RESULTS = (
     "variant",

@@ -23,7 +23,8 @@ from PIL.PngImagePlugin import PngInfo
 from qa_lib.errors import first_line
 from qa_lib.lab.report.format import markdown
 from qa_lib.lab.report.load import ReportError, on_cpu
-from qa_lib.records.record import DEFAULTS, RecordError, writable_folder, write_atomically
+from qa_lib.records.files import RecordError, writable_folder, write_atomically
+from qa_lib.records.record import DEFAULT_PRESET
 from qa_lib.spec.variants import VARIANTS
 
 WIDTH = 9.0  # inches: 900 px at 100 dpi, the width of a README
@@ -182,7 +183,7 @@ def digest(runs: pd.DataFrame) -> str:
 
 def _as_drawn(record: dict) -> dict:
     """A record without the LATER fields of its preset that are their defaults."""
-    preset, usual = record["spec"]["preset"], DEFAULTS["preset"]
+    preset, usual = record["spec"]["preset"], DEFAULT_PRESET
     kept = {
         name: value for name, value in preset.items() if name not in LATER or value != usual[name]
     }

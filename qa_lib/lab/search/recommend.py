@@ -26,6 +26,7 @@ from qa_lib.lab.search.memory_estimate import SquadLengths, config_of, estimate,
 from qa_lib.paths import ROOT
 from qa_lib.records import record
 from qa_lib.records.archive import read_runs
+from qa_lib.records.files import RecordError
 from qa_lib.spec.presets import QUICKEST
 from qa_lib.spec.spec import CONTEXT_GIB, Machine, Spec, resolve
 from qa_lib.spec.variants import TASKS, Settings, lacking
@@ -110,7 +111,7 @@ def _sizes_are_kept(spec: Spec) -> bool:
 
 def _is_trained(spec: Spec, runs: str | Path) -> bool:
     """Whether a run ended ok, so that its result takes no memory any more."""
-    with contextlib.suppress(record.RecordError):
+    with contextlib.suppress(RecordError):
         entry = record.read_record(Path(runs, spec.run_path))
         return (entry["status"], entry["spec"]["hash"]) == ("ok", spec.hash)
     return False
@@ -150,7 +151,7 @@ def _kept_size(spec: Spec, machine: Machine, runs: str | Path) -> int | None:
     found = []
     names = f"{escape(str(Path(runs, spec.group)))}/{escape(f'{spec.variant}-s{spec.seed}')}-*"
     for path in map(Path, sorted(glob(names))):
-        with contextlib.suppress(record.RecordError, SpecError):
+        with contextlib.suppress(RecordError, SpecError):
             entry = record.read_record(path)
             size = entry["spec"]["settings"]["micro_batch"]
             same = _at(spec, size, machine).hash == entry["spec"]["hash"]

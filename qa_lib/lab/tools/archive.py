@@ -4,9 +4,10 @@ import argparse
 import re
 
 from qa_lib.errors import UserError, printable
-from qa_lib.records import record
-from qa_lib.records.archive import runs_in_folders, say_left_out, write_archive
-from qa_lib.records.record import RecordError
+from qa_lib.records.archive import runs_in_folders, say_left_out, steps_path, write_archive
+from qa_lib.records.files import RecordError, writable
+from qa_lib.records.record import TERMINAL
+from qa_lib.records.schema import NAME
 
 
 def main(args: argparse.Namespace) -> int:
@@ -18,17 +19,17 @@ def main(args: argparse.Namespace) -> int:
 
     Raises UserError for what is no group, and where no run has ended.
     """
-    if not re.fullmatch(record.NAME, args.group):
+    if not re.fullmatch(NAME, args.group):
         raise UserError(f"{args.group!r} is not the name of a group")
     path = args.runs / f"{args.group}.jsonl"
-    record.writable(path)
-    record.writable(path.with_suffix(".steps.parquet"))
+    writable(path)
+    writable(steps_path(path))
 
     unread: list[RecordError] = []
     in_folders = list(
         runs_in_folders(args.runs, args.group, left_out=lambda _, problem: unread.append(problem))
     )
-    ended = [run for run in in_folders if run.record["status"] in record.TERMINAL]
+    ended = [run for run in in_folders if run.record["status"] in TERMINAL]
     if not ended and not path.exists():
         for problem in unread:
             say_left_out(args.group, problem)

@@ -19,6 +19,7 @@ import pandas as pd
 from qa_lib.errors import UserError, printable
 from qa_lib.records import record
 from qa_lib.records.archive import Run, own_first, read_runs, runs_in_folders, say_left_out
+from qa_lib.records.files import RecordError, write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # of a line of steps.jsonl
 EVERY_S = 2.0  # seconds between two looks at the runs that are followed
@@ -39,7 +40,7 @@ def main(args: argparse.Namespace) -> int:
             for run in found:
                 try:
                     export.update(run)
-                except record.RecordError as problem:
+                except RecordError as problem:
                     say_left_out(run.record["group"], problem)
             while args.follow:
                 time.sleep(EVERY_S)
@@ -51,7 +52,7 @@ def main(args: argparse.Namespace) -> int:
             {name: value for name, value in run.record.items() if name not in beside}
             for run in found
         ]
-        record.write_atomically(out, pd.json_normalize(records).to_csv(index=False))
+        write_atomically(out, pd.json_normalize(records).to_csv(index=False))
     print(printable(f"{out}: {len(found)} runs"))
     if len(found) < len(every):
         print(

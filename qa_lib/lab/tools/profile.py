@@ -30,6 +30,8 @@ from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
 from qa_lib.records import record
+from qa_lib.records.files import check_folder, write_atomically
+from qa_lib.records.schema import PROFILE_SCHEMA
 from qa_lib.run.fit import LOADERS, prepare, shares_gpu, train
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Spec
@@ -158,7 +160,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
     if spec.preset.threads:
         torch.set_num_threads(spec.preset.threads)
     device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
-    record.check_folder(run_dir)
+    check_folder(run_dir)
     data = LOADERS[spec.preset.task](spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(
@@ -178,7 +180,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         say(f"{spec.variant}: the same kernels one by one, to name them")
         found = trace.label_like(found, _time(open_spec, data, device, 4)[0])
     entry = {
-        **record.beside(record.PROFILE_SCHEMA, spec.run_id, spec.group),
+        **record.document_header(PROFILE_SCHEMA, spec.run_id, spec.group),
         "spec": {"variant": spec.variant, "preset": spec.preset.name, "seed": spec.seed, "hash": spec.hash,
                  "micro_batch": spec.settings.micro_batch, "adjusted": spec.adjusted},
         "env": hardware.environment(),
@@ -191,9 +193,9 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         "ncu": counters(spec, say) if count else None,
     }  # fmt: skip
     if snapshot:
-        record.write_atomically(run_dir / SNAPSHOT, snapshot)
-    record.write_atomically(run_dir / "trace.json.gz", packed)
-    record.write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
+        write_atomically(run_dir / SNAPSHOT, snapshot)
+    write_atomically(run_dir / "trace.json.gz", packed)
+    write_atomically(run_dir / "profile.json", json.dumps(entry, allow_nan=False) + "\n")
     return entry
 
 

@@ -26,6 +26,7 @@ from huggingface_hub.utils import get_token, validate_repo_id, yaml_dump
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.model.hf_checkpoint import SAVED, SUMS, inspect_checkpoint
 from qa_lib.records import record
+from qa_lib.records.files import writable_folder, write_atomically
 from qa_lib.spec.variants import TASKS, VARIANTS
 
 RESULTS = ".eval_results"  # folder of the hub's evaluation results
@@ -50,10 +51,10 @@ def check_own(folder: Path, run_id: str) -> None:
 def write_card(folder: Path, entry: dict) -> None:
     """Write into a model's folder its card and, for data of the hub, the evaluation results. Raises RecordError when
     the disk is full."""
-    record.write_atomically(folder / CARD, f"{model_card(entry, eval_results(entry))}\n")
+    write_atomically(folder / CARD, f"{model_card(entry, eval_results(entry))}\n")
     for name, content in results_files(entry).items():
-        record.writable_folder(folder / RESULTS)
-        record.write_atomically(folder / name, content)
+        writable_folder(folder / RESULTS)
+        write_atomically(folder / name, content)
 
 
 def results_files(entry: dict) -> dict[str, bytes]:
@@ -152,7 +153,7 @@ def push(run_dir: Path, repo: str, public: bool = False, add: bool = False, say=
             "no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write"
         )
     with record.lock(run_dir):  # or a run that is done again might replace the model meanwhile
-        record.writable_folder(folder)
+        writable_folder(folder)
         _, weights = inspect_checkpoint(folder)
         if not os.path.lexists(folder / CARD):  # of a run from before there were cards
             write_card(folder, entry)

@@ -18,6 +18,8 @@ from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.records import record
+from qa_lib.records.files import write_atomically
+from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.plan import go_offline_without_network, identify_data, without_folders
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import (
@@ -70,7 +72,7 @@ def quantize_run(
         before, after = (Model(each, tokenizer, *lengths) for each in (model, small))
         say(f"{entry['run_id']}: {len(source.examples)} questions, twice")
         found = {
-            **record.beside(record.QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
+            **record.document_header(QUANTIZED_SCHEMA, entry["run_id"], entry["group"]),
             "width": width,
             "env": environment(),
             "data": {
@@ -84,7 +86,7 @@ def quantize_run(
         found["before"]["latency_ms"], found["after"]["latency_ms"] = latencies(
             [before, after], source
         )
-        record.write_atomically(
+        write_atomically(
             folder / "quantized.json", json.dumps(found, indent=1, allow_nan=False) + "\n"
         )
     return found

@@ -1,0 +1,174 @@
+"""Files of a run: replaced in one step, and never through a link or at a pipe."""
+
+import os
+import resource
+from pathlib import Path
+
+import pytest
+
+from qa_lib.records import record
+from qa_lib.records.files import (
+    check_folder,
+    empty_folder,
+    open_to_write,
+    write_atomically,
+)
+from tests.material import refused
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """The content of each file in a folder, by its name."""
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def small_files():
+    """Let no file grow beyond 4 KiB: the kernel refuses the write as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_keeps_the_old_file_and_says_so(tmp_path, small_files):
+    write_atomically(tmp_path / "file", "old")
+    refused(
+        "cannot write.*what was there before is intact",
+        write_atomically,
+        tmp_path / "file",
+        "x" * 100_000,
+    )
+    assert contents(tmp_path) == {"file": b"old"}
+
+
+def test_a_file_that_is_replaced_keeps_its_mode(tmp_path):
+    write_atomically(tmp_path / "file", "old")
+    (tmp_path / "file").chmod(0o600)
+    write_atomically(tmp_path / "file", "new")
+    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o600
+
+
+def link_to_a_device(path: Path) -> None:
+    path.symlink_to("/dev/null")
+
+
+@pytest.mark.parametrize("make", [link_to_a_device, os.mkfifo, Path.mkdir])
+def test_only_regular_files_are_ever_replaced(make, tmp_path, monkeypatch):
+    # For where they are not refused: /dev/null is the whole machine's.
+    monkeypatch.delattr(os, "replace")
+    make(tmp_path / "there")
+    before = (tmp_path / "there").lstat().st_mode
+    refused("not a regular file", write_atomically, tmp_path / "there", "text")
+    assert [path.lstat().st_mode for path in tmp_path.iterdir()] == [before]
+
+
+def test_a_device_is_not_replaced(monkeypatch):
+    monkeypatch.delattr(os, "replace")
+    refused("not a regular file", write_atomically, Path("/dev/null"), "text")
+
+
+@pytest.mark.parametrize("name", ["link", "dangling"])
+@pytest.mark.parametrize("write", [write_atomically, open_to_write])
+def test_what_a_link_leads_to_is_not_written_over(write, name, tmp_path):
+    (tmp_path / "file").write_text("old")
+    (tmp_path / "link").symlink_to("file")
+    (tmp_path / "dangling").symlink_to("none")
+    refused(f"{name}: .*a link; .*remove the link", write, tmp_path / name, "w")
+    assert (tmp_path / "file").read_text() == "old"
+    assert not (tmp_path / "none").exists()
+
+
+def test_nothing_is_opened_that_a_writer_could_wait_at_for_ever(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refused("pipe: not a regular file", open_to_write, tmp_path / "pipe", "a")
+
+
+def link_to_a_file(path: Path) -> None:
+    target = path.parent.parent / "file"
+    target.write_text("mine")
+    path.symlink_to(target)
+
+
+@pytest.mark.parametrize("name", ["steps.jsonl", "answers", "answers/texts.json", "model/a.json"])
+@pytest.mark.parametrize("make", [link_to_a_file, os.mkfifo])
+def test_a_run_takes_no_folder_with_links_or_pipes_in_it(make, name, tmp_path):
+    path = tmp_path / "run" / name
+    path.parent.mkdir(parents=True)
+    make(path)
+    refused(f"{name}: not a regular file", check_folder, tmp_path / "run")
+
+
+def test_a_run_takes_no_folder_that_is_a_link(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    refused("link: a link", check_folder, tmp_path / "link")
+
+
+def test_emptying_a_folder_removes_files_folders_and_links_but_no_lock(tmp_path):
+    run = tmp_path / "run"
+    (run / "answers").mkdir(parents=True)
+    (run / "answers" / "file").write_text("text")
+    (run / "record.json").write_text("{}")
+    (run / "model").symlink_to(tmp_path)
+    (run / ".lock").touch()
+    empty_folder(run)
+    assert [path.name for path in run.iterdir()] == [".lock"]
+
+
+@pytest.fixture
+def others_folder(tmp_path):
+    """A folder with a file in it, which is somebody else's."""
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "file").write_text("text")
+    return tmp_path / "theirs"
+
+
+def test_emptying_a_folder_leaves_alone_what_its_links_lead_to(tmp_path, others_folder):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(others_folder)
+    empty_folder(tmp_path / "run")
+    assert contents(others_folder) == {"file": b"text"}
+
+
+def test_a_folder_that_is_a_link_is_not_emptied(tmp_path, others_folder):
+    (tmp_path / "link").symlink_to("theirs")
+    refused("link: a link", empty_folder, tmp_path / "link")
+    assert contents(others_folder) == {"file": b"text"}
+
+
+# Locks.
+
+
+def make_link(path: Path) -> None:
+    path.symlink_to("mine")
+
+
+def make_dangling_link(path: Path) -> None:
+    path.symlink_to("none")
+
+
+@pytest.mark.parametrize("make", [make_link, make_dangling_link, os.mkfifo, Path.mkdir])
+def test_a_lock_is_a_regular_file_of_the_folder(make, tmp_path):
+    (tmp_path / "mine").write_text("text")
+    make(tmp_path / ".lock")
+    refused(r"\.lock: not a regular file", record.lock(tmp_path).__enter__)
+    assert (tmp_path / "mine").read_text() == "text"
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_folder_that_is_a_link_is_not_held(tmp_path, others_folder):
+    (tmp_path / "run").symlink_to("theirs")
+    refused("run: a link", record.lock(tmp_path / "run").__enter__)
+    assert contents(others_folder) == {"file": b"text"}
+
+
+def test_a_folder_is_held_by_one_at_a_time(tmp_path):
+    with record.lock(tmp_path):
+        refused("another process is working on this run", record.lock(tmp_path).__enter__)
+    with record.lock(tmp_path):
+        pass
+
+
+def test_locks_of_other_names_do_not_keep_each_other_out(tmp_path):
+    with record.lock(tmp_path), record.lock(tmp_path, ".driver.lock"):
+        pass
