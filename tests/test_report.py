@@ -16,8 +16,8 @@ from scipy.optimize import curve_fit
 from scipy.stats import t as student
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, figures, load, readme, scaling, stats, style
-from qa_lib.lab.report.load import NotMeasured, load_runs, select
+from qa_lib.lab.report import cli, evidence, facts, figures, readme, scaling, stats, style
+from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.notebook import advice, family_table
 from qa_lib.lab.report.summary import change, result_table, summary
 from qa_lib.records.archive import read_runs, write_archive
@@ -250,7 +250,7 @@ def test_a_familys_table_has_the_baseline_and_what_its_variants_change(runs):
 
 def test_published_training_times_agree_with_published_throughput():
     """The reference project trained 3 epochs of 131,754 samples; what they published agrees with itself within 1 %."""
-    theirs = load.published().dropna(subset=["train_s", "samples_per_s"])
+    theirs = facts.published().dropna(subset=["train_s", "samples_per_s"])
     assert (theirs["samples_per_s"] * theirs["train_s"] / (131_754 * 3)).between(0.99, 1.01).all()
 
 
@@ -305,10 +305,10 @@ def test_a_card_is_named_with_what_suits_it():
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
     every = committed()
     every = every[every["spec.preset.name"] != "minutes"]
-    assert readme.headline(every, load.REFERENCE).startswith(
+    assert readme.headline(every, evidence.REFERENCE).startswith(
         "**Projected from measured speed: three epochs"
     )
-    own = select(every, load.REFERENCE)
+    own = select(every, evidence.REFERENCE)
     whole = own[own["spec.variant"].isin(["A0-longest", RECOMMENDED]) & own["micro_batch"].eq(32)]
     whole = whole.assign(
         group="h200-minutes", **{"time.compile_cached": False, "spec.n_train": 1000}
@@ -316,10 +316,10 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
     epochs = whole["spec.variant"].map({"A0-longest": 1.0, RECOMMENDED: 3.0})
     seconds = whole["spec.variant"].map({"A0-longest": 300.0, RECOMMENDED: 150.0})
     whole = whole.assign(
-        **{"spec.preset.name": "minutes", load.EPOCHS: epochs, "time.notebook_s": seconds}
+        **{"spec.preset.name": "minutes", evidence.EPOCHS: epochs, "time.notebook_s": seconds}
     )
     whole["time.first_step_s"] = 30.0
-    said = readme.headline(pd.concat([every, whole], ignore_index=True), load.REFERENCE)
+    said = readme.headline(pd.concat([every, whole], ignore_index=True), evidence.REFERENCE)
     assert (
         "**Three epochs of 1,000 samples train BERT-base in 2.5 minutes on one NVIDIA H100 80GB HBM3"
         in said
@@ -328,7 +328,7 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection():
     assert "to the last step" in said and "A0-longest: start, 3 times one epoch)" in said
     whole["quality.f1"] = 80.0
     assert "to the score" in readme.headline(
-        pd.concat([every, whole], ignore_index=True), load.REFERENCE
+        pd.concat([every, whole], ignore_index=True), evidence.REFERENCE
     )
 
 
@@ -337,7 +337,7 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     every = committed()
     own = {"group": "new-bench", "spec.hardware": "new", "env.gpu": "NEW"}
     every = pd.concat(
-        [every, every[every["group"] == load.REFERENCE].assign(**own)], ignore_index=True
+        [every, every[every["group"] == evidence.REFERENCE].assign(**own)], ignore_index=True
     )
     said = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
     assert "on one NEW" in said[0] and "8 seeds" in said[0] and "4 GPUs train" in "".join(said)
@@ -626,19 +626,21 @@ def test_figures_are_not_drawn_into_a_folder_that_is_a_link(runs, typed):
 
 
 def test_the_printed_table_has_no_cpu_speeds_and_the_speeds_of_the_reference_beside(runs):
-    reference = committed().query("group == @load.REFERENCE")
+    reference = committed().query("group == @evidence.REFERENCE")
     said = cli.overview(
         select(load_runs(runs), "cpu-smoke"), pd.concat([load_runs(runs), reference])
     )
     ratio = (
-        figures.timed(select(committed(), load.REFERENCE)).set_index("variant").loc["A3", "ratio"]
+        figures.timed(select(committed(), evidence.REFERENCE))
+        .set_index("variant")
+        .loc["A3", "ratio"]
     )
     assert (
         " samples/s" not in said
         and "speed × A1 on one NVIDIA H100" in said
         and f"{ratio:.2f}" in said
     )
-    of_reference = select(committed(), load.REFERENCE)
+    of_reference = select(committed(), evidence.REFERENCE)
     assert len(cli.overview(of_reference, committed()).splitlines()) <= 26
 
 
@@ -677,11 +679,15 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
 def test_a_group_of_another_task_judges_none_and_one_without_its_baseline_is_not_quoted():
     """All ratios are to the baseline; a language model has no F1."""
     every = committed()
-    assert set(load.judging(every, "h100-80gb-hbm3-lm-bench")["group"]) == {
+    assert set(evidence.judging_runs(every, "h100-80gb-hbm3-lm-bench")["group"]) == {
         "h100-80gb-hbm3-lm-bench"
     }
-    assert "L1" in set(load.nearest(every, load.REFERENCE, "lm-bench")["spec.variant"])
-    assert load.nearest(every[every["spec.variant"] != "L1"], load.REFERENCE, "lm-bench").empty
+    assert "L1" in set(
+        evidence.nearest_runs_at_preset(every, evidence.REFERENCE, "lm-bench")["spec.variant"]
+    )
+    assert evidence.nearest_runs_at_preset(
+        every[every["spec.variant"] != "L1"], evidence.REFERENCE, "lm-bench"
+    ).empty
 
 
 def test_an_errors_words_are_shown_as_words(tmp_path, monkeypatch, typed):

@@ -21,8 +21,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.errors import first_line
-from qa_lib.lab.report.format import markdown
-from qa_lib.lab.report.load import ReportError, on_cpu
+from qa_lib.lab.report.evidence import ReportError, on_cpu
+from qa_lib.lab.report.tables import markdown
 from qa_lib.records.record import DEFAULTS, RecordError, writable_folder, write_atomically
 from qa_lib.spec.variants import VARIANTS
 
@@ -87,7 +87,7 @@ def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Fi
 
 
 def code(versions: str) -> str:
-    """For a caption: the versions of the code that load.commits names, or two of them and how many more there are."""
+    """For a caption: the versions of the code that evidence.commits names, or two of them and how many more there are."""
     named = versions.split(", ")
     return "Code " + ", ".join([*named[:2], *[f"and {len(named) - 2} more"] * (len(named) > 2)])
 
