@@ -211,7 +211,7 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
 
 def _check_equal(runs: pd.DataFrame, column: str, group: str) -> None:
-    """Raise ReportError if a column differs among runs of a group, which are sorted by their age."""
+    """Raise ReportError if a column differs among runs of a group, which are sorted by age."""
     is_as_the_oldest = runs[column].isin(runs[column].head(1))
     if is_as_the_oldest.all():
         return

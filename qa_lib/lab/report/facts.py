@@ -1,5 +1,7 @@
-"""Facts that were transcribed from elsewhere, in CSV files beside this one: graphics cards, and what
-the reference project published. What a file holds, and its source, stands in the file's head."""
+"""Facts that were transcribed from elsewhere: cards, and what the reference project published.
+
+They lie in CSV files beside this one, whose first lines say what a file holds and from where.
+"""
 
 from pathlib import Path
 

@@ -135,7 +135,7 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _described(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the columns of `summary` that are words, AXES and TASK, indexed by cell and variant."""
+    """Return the words of `summary`, AXES and TASK, indexed by cell and variant."""
     keys = ["cell", "variant"]
     described = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
     parts = [part for _, part in runs.groupby(keys, sort=False)]
@@ -179,8 +179,8 @@ def _note(runs: pd.DataFrame) -> str:
 def change(variant: str, ancestor: str | None = None) -> str:
     """Return what a variant changes, as its parent and the one setting: 'A1 + attention: sdpa'.
 
-    Where an earlier `ancestor` is given, the text is that and every setting between them. 'baseline'
-    for a variant without a parent, '–' for one that is unknown.
+    Where an earlier `ancestor` is given, the text is that and every setting between them. It is
+    'baseline' for a variant without a parent, and '–' for one that is unknown.
     """
     found = VARIANTS.get(variant)
     if found is None:
