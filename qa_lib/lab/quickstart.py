@@ -36,7 +36,8 @@ What to type next
   python -m qa_lib variants                   what each variant changes, and why
   python -m qa_lib run recommended --preset full
                                               on a GPU: BERT-base on SQuAD v2, three epochs
-  make matrix                                 every variant of the reference project, in some minutes"""
+  make matrix                                 every variant of the reference project, in some \
+minutes"""
 
 
 def main(args: argparse.Namespace) -> int:

@@ -46,8 +46,8 @@ SESSIONS = 256  # pages whose state is kept
 UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 # Of a group's table; and the axes, where a group varies them.
 COLUMNS = ("variant", "change", "model", "world", "batch", "length", "training", "micro_batch",
-           "samples_per_s", "tokens_per_s", "ratio", "step", "mfu", "peak_mib", "score", "delta", "n",
-           "status", "note")  # fmt: skip
+           "samples_per_s", "tokens_per_s", "ratio", "step", "mfu", "peak_mib", "score", "delta",
+           "n", "status", "note")  # fmt: skip
 FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
 LOOK = {
     "theme": gr.themes.Default(primary_hue="blue", text_size="sm", spacing_size="sm", **FONTS),

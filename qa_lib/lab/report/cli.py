@@ -104,8 +104,8 @@ def execute_report(runs: Path, figures: Path, group: str) -> Path:
 
 
 def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """The table of a group's runs `own` (evidence.select) in few lines: scores and speeds, of a CPU's runs the speeds of
-    the reference group in `runs` instead."""
+    """The table of a group's runs `own` (evidence.select) in few lines: scores and speeds, of a
+    CPU's runs the speeds of the reference group in `runs` instead."""
     group = own["group"].iloc[0]
     lines = evidence.largest_micro_batch(summary(own))
     table = brief(lines, own, runs)

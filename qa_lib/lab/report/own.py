@@ -40,7 +40,8 @@ COSTS = (
 def write_page(runs: pd.DataFrame, folder: Path) -> Path:
     """Write report.md, and its figure beside it, into a folder; returns the page's path.
 
-    `runs` are those of one group that count (evidence.select). Raises RecordError for a folder that is a link.
+    `runs` are those of one group that count (evidence.select). Raises RecordError for a folder that
+    is a link.
     """
     group = runs["group"].iloc[0]
     lines = summary(runs).sort_values("micro_batch", ascending=False, kind="stable")
@@ -54,9 +55,10 @@ def write_page(runs: pd.DataFrame, folder: Path) -> Path:
         "## Speed, and what it cost",
         _ladder(runs, writable_folder(folder)),
         markdown(result_table(lines, COSTS)),
-        "*Waits for data* is the most that loading ahead could save. *Compile s* is of runs that found "
-        "nothing compiled; where all found some, it is missing. Groups that came with the checkout are "
-        f"shown to who names them: `python -m qa_lib report --group {evidence.REFERENCE}`.",
+        "*Waits for data* is the most that loading ahead could save. *Compile s* is of runs that "
+        "found nothing compiled; where all found some, it is missing. Groups that came with the "
+        "checkout are shown to who names them: `python -m qa_lib report --group "
+        f"{evidence.REFERENCE}`.",
     ]
     page = folder / "report.md"
     write_atomically(page, "\n\n".join(parts) + "\n")
@@ -67,9 +69,9 @@ def _about_columns(runs: pd.DataFrame) -> str:
     """Return what the columns of the first table mean."""
     score = runs["task.label"].iloc[0]
     return (
-        "A *variant* changes one setting of another. *n* counts the runs behind a line, which differ "
-        f"in their random numbers; Δ{score} is taken against {evidence.baseline(runs)} over equal "
-        "seeds, and without ± it is of one or two. What failed says why under *note*."
+        "A *variant* changes one setting of another. *n* counts the runs behind a line, which "
+        f"differ in their random numbers; Δ{score} is taken against {evidence.baseline(runs)} over "
+        "equal seeds, and without ± it is of one or two. What failed says why under *note*."
     )
 
 
@@ -90,8 +92,8 @@ def _verdicts(runs: pd.DataFrame) -> list[str]:
         Column("verdict", f"within {MARGIN:g} F1"),
     ]
     legend = (
-        f"Over equal seeds, at threshold 0 and at the best one: ✓ the whole {LEVEL} % interval lies "
-        f"within ± {MARGIN:g} F1, ✓+ it shows a loss of less than that, ✗ of more, ? neither."
+        f"Over equal seeds, at threshold 0 and at the best one: ✓ the whole {LEVEL} % interval "
+        f"lies within ± {MARGIN:g} F1, ✓+ it shows a loss of less than that, ✗ of more, ? neither."
     )
     return [markdown(render(tested, columns)), legend]
 

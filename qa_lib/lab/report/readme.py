@@ -84,8 +84,8 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     before, after, lean = map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
     finding = speed_finding(lines)
     costs = (
-        f"{finding}: {BASELINE} is an unoptimized loop, {RECOMMENDED} the whole stack in bf16. Memory "
-        f"reserved falls from {before} to {after} GiB; the leanest full training takes {lean}."
+        f"{finding}: {BASELINE} is an unoptimized loop, {RECOMMENDED} the whole stack in bf16. "
+        f"Memory reserved falls from {before} to {after} GiB; the leanest full training takes {lean}."
     )
     said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
     return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
@@ -105,9 +105,9 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
         return (
             f"**Three epochs of {first['spec.n_train']:,.0f} samples train BERT-base in "
             f"{minutes[RECOMMENDED]:.1f} minutes on one {gpu}, where `transformers.Trainer` takes "
-            f"{rivals}.** Measured from the command to {until}, with nothing cached (runs of each: {n}; "
-            f"data: {first['data.name']}; SQuAD v2: {evidence.FULL_SAMPLES:,}; group {first['group']}, "
-            f"code {evidence.commits(whole)}{times})."
+            f"{rivals}.** Measured from the command to {until}, with nothing cached "
+            f"(runs of each: {n}; data: {first['data.name']}; SQuAD v2: {evidence.FULL_SAMPLES:,}; "
+            f"group {first['group']}, code {evidence.commits(whole)}{times})."
         )
     table = projected(summary(own))
     minutes = table["minutes"]
@@ -215,7 +215,8 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
     return (
         f"F1 {kept.format(MARGIN)} {BASELINE}'s: it changes by {best} at the best threshold for "
         f'"no answer", and by {delta} at threshold 0. That is of a smaller model '
-        f"({own['model.params_total'] / 1e6:.0f} M parameters, {line['n']} seeds, {LEVEL} % intervals)."
+        f"({own['model.params_total'] / 1e6:.0f} M parameters, {line['n']} seeds, {LEVEL} % "
+        "intervals)."
     )
 
 
@@ -339,8 +340,8 @@ def _judged(judged: pd.DataFrame) -> str:
     model = judged["model.name"].iloc[0]
     share = percent(1 / (means["best"] - means["silent"]))
     return (
-        f'ΔF1: against {BASELINE} over equal seeds, at the best threshold for "no answer"; {model} on '
-        f"{judged['spec.n_train'].max():,.0f} samples, scored on {means['n_eval']:,.0f} questions "
+        f'ΔF1: against {BASELINE} over equal seeds, at the best threshold for "no answer"; {model} '
+        f"on {judged['spec.n_train'].max():,.0f} samples, scored on {means['n_eval']:,.0f} questions "
         f"(group {group}). Never answering scores {points(means['silent'])} there and {BASELINE} "
         f"{points(means['best'])}, so that 1 F1 is {share} of what {BASELINE} has learnt."
     )
@@ -423,8 +424,8 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
         })  # fmt: skip
     said = (
         "*One run*: the median of its seconds from a fresh process to the record (lowest–highest), "
-        "with imports, data and compilation; several runs of quality shared a GPU. – where runs had "
-        "no process of their own, or were timed in another way."
+        "with imports, data and compilation; several runs of quality shared a GPU. – where runs "
+        "had no process of their own, or were timed in another way."
     )
     return f"{markdown(pd.DataFrame(table))}\n\n{said}"
 

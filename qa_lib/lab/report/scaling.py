@@ -70,8 +70,8 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, those of MEASURES (`speed`: samples/s of all GPUs) with intervals (`speed±`), peak_mib (of the
-    process with the most), apart (the share by which the median step of the slowest process is longer than that of the
+    Columns: KEYS, n, those of MEASURES (`speed`: samples/s of all GPUs) with intervals (`speed±`),
+    peak_mib (of the process with the most), apart (the share by which the median step of the slowest process is longer than that of the
     fastest), unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's
     milliseconds in which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`,
     `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the
@@ -226,8 +226,8 @@ def projected_words(found: dict) -> str:
     compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
     samples = evidence.FULL_SAMPLES * evidence.FULL_EPOCHS
     return (
-        f"Three epochs of SQuAD v2 on {found['world']} GPUs would take {number(found['seconds'])} s "
-        f"with {found['variant']}, data and scoring not counted: "
+        f"Three epochs of SQuAD v2 on {found['world']} GPUs would take "
+        f"{number(found['seconds'])} s with {found['variant']}, data and scoring not counted: "
         f"{samples:,} samples ÷ {number(found['speed'])}/s{compiled}."
     )
 
