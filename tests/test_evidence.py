@@ -288,14 +288,15 @@ def test_a_line_is_the_mean_over_seeds(tmp_path):
     assert line["delta"] == 0.0, "of the seed that the baseline has too"
 
 
-@pytest.fixture
-def three_seeds(tmp_path):
+@pytest.fixture(scope="module")
+def three_seeds(tmp_path_factory):
     """The lines of A1 and A2 with three seeds, and of A4 with one."""
+    runs = tmp_path_factory.mktemp("three_seeds")
     for seed, speed, f1, other_f1 in [(0, 100, 95, 95), (1, 110, 90, 91), (2, 130, 80, 83)]:
-        make(tmp_path, "A1", seed, speed=speed, f1=f1)
-        make(tmp_path, "A2", seed, speed=2 * speed, f1=other_f1)
-    make(tmp_path, "A4")
-    return lines_of(tmp_path)
+        make(runs, "A1", seed, speed=speed, f1=f1)
+        make(runs, "A2", seed, speed=2 * speed, f1=other_f1)
+    make(runs, "A4")
+    return lines_of(runs)
 
 
 def half_interval(values):
