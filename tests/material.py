@@ -16,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from qa_lib.data.squad import Example, open_source
 from qa_lib.errors import UserError
-from qa_lib.lab.report.load import load_runs
+from qa_lib.lab.report.evidence import load_runs
 from qa_lib.records.record import finish, new_record, read_record
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import local as launch
 from qa_lib.lab.launch import process
-from qa_lib.lab.report import load
+from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.lab.search import recommend as choosing
 from qa_lib.measure import hardware
@@ -124,17 +124,17 @@ def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkey
 def test_what_recommended_may_take_is_in_the_order_of_the_records():
     """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
     runs, names = committed(), TASKS["qa"]["on_gpu"]
-    own = load.usual(load.select(runs, load.REFERENCE))
+    own = evidence.usual_conditions(evidence.select(runs, evidence.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
     assert speeds[names].is_monotonic_decreasing
     tested = (
-        equivalence(load.usual(load.judging(runs, load.REFERENCE)))
+        equivalence(evidence.usual_conditions(evidence.judging_runs(runs, evidence.REFERENCE)))
         .reindex(names)
         .drop(index=BASELINE)
     )
     assert (tested["best_delta"] >= -MARGIN).all()
     text = (
-        load.select(runs, TASKS["lm"]["reference"])
+        evidence.select(runs, TASKS["lm"]["reference"])
         .groupby("spec.variant")["speed.samples_per_s"]
         .mean()
     )

@@ -14,7 +14,7 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.report import load
+from qa_lib.lab.report import evidence
 from qa_lib.records.record import read_record, run_files
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
@@ -40,10 +40,10 @@ def scored(runs, preset, variant, f1, train_s, day=1, **asked):
 
 def run_at_smoke_size(runs):
     """The texts that the notebook shows of A2, one seed, with no records committed."""
-    read = load.load_runs
+    read = evidence.load_runs
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(ROOT)
-        patch.setattr(load, "load_runs", lambda *own: read(*own) if own else committed()[:0])
+        patch.setattr(evidence, "load_runs", lambda *own: read(*own) if own else committed()[:0])
         data = run_here(NOTEBOOK, variant="A2", seeds="0", runs=str(runs))
     return "\n".join(each.get("text/markdown", "") for each in data)
 
@@ -76,13 +76,13 @@ def test_at_smoke_size_it_trains_and_shows_both_clocks(tmp_path):
 def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
     scored(tmp_path, "quality", "A1", 67.5, 25.0)
     scored(tmp_path, "speedrun", "A2", f1, 14.0)
-    runs = load.load_runs(tmp_path)
+    runs = evidence.load_runs(tmp_path)
     assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == shown.verdict(runs, runs)
 
 
 def test_there_is_no_verdict_by_other_rules(shown, tmp_path):
     scored(tmp_path, "speedrun", "A2", 70.0, 14.0)
-    without_target = load.load_runs(tmp_path)
+    without_target = evidence.load_runs(tmp_path)
     refused(
         "no target yet, for lack of A1's seeds 0 to 4",
         shown.verdict,
@@ -105,7 +105,7 @@ def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path
     scored(tmp_path, "speedrun", "A2", 67.3, 11.0, day=2, micro_batch=32)
     assert main(["archive", "h200-speedrun", "--runs", str(tmp_path)]) == 0
     shutil.rmtree(tmp_path / "h200-speedrun")
-    table = shown.recipes(load.load_runs(tmp_path))
+    table = shown.recipes(evidence.load_runs(tmp_path))
     columns = ["micro-batch", "seeds", "training s", "prompt to score s", "× line above"]
     first, second = table[columns].values.tolist()
     assert first == ["8", "5", "22.0 ± 0.0", "42.0 ± 0.0", "–"]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from qa_lib.lab import sweep
+from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.figures import fig_ladder
-from qa_lib.lab.report.load import load_runs, select
 from qa_lib.lab.report.notebook import describe
 from qa_lib.lab.report.readme import headline_table
 from qa_lib.records.archive import read_runs

@@ -12,9 +12,10 @@ import pandas as pd
 from qa_lib.data.squad import open_source
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.launch.warm import SERVER
+from qa_lib.lab.report.evidence import REFERENCE, load_runs, select
 from qa_lib.lab.report.figures import timed
-from qa_lib.lab.report.format import SAYINGS, factor, number, percent, points, terminal
-from qa_lib.lab.report.load import REFERENCE, load_runs, select
+from qa_lib.lab.report.format import factor, number, percent, points
+from qa_lib.lab.report.tables import terminal
 from qa_lib.lab.sweep import notebook_command, sweep
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
@@ -28,6 +29,15 @@ PRESET, MICRO_BATCH, T4 = (
     32,
     75,
 )  # for memory and speed: samples in a forward pass; compute capability x 10
+NEXT = """\
+What to type next
+  python -m qa_lib report                     these runs as a page, with a figure
+  python -m qa_lib app                        ask this model, and others, in the browser
+  python -m qa_lib variants                   what each variant changes, and why
+  python -m qa_lib run recommended --preset full
+                                              on a GPU: BERT-base on SQuAD v2, three epochs
+  make matrix                                 every variant of the reference project, in some \
+minutes"""
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,9 +70,7 @@ def main(args: argparse.Namespace) -> int:
             ROOT / "figures" / REFERENCE / "ladder.png"
         )  # a GPU's: a CPU's would rank the reverse
         files = f"Open\n  {notebook}\n  {figure}"
-        write_atomically(
-            kept, "\n\n".join([table, answered, files, SAYINGS["next"].strip()]) + "\n"
-        )
+        write_atomically(kept, "\n\n".join([table, answered, files, NEXT]) + "\n")
     print(f"\n{kept.read_text(encoding='utf-8')}", end="")
     return 0
 

@@ -25,7 +25,7 @@ from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError, first_line, printable
 from qa_lib.lab.app.choices import Choices, named
 from qa_lib.lab.app.serving import Page, guards, listen, names, past_proxies, serve
-from qa_lib.lab.report.load import as_frame, select
+from qa_lib.lab.report.evidence import as_frame, select
 from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.style import figures_of
 from qa_lib.lab.report.summary import result_table, summary
@@ -46,9 +46,9 @@ WAITING = 256  # events that may wait; the next is told that the queue is full
 SESSIONS = 256  # pages whose state is kept
 UNFINISHED = (b'"starting"', b'"waiting"', b'"running"')
 # Of a group's table; and the axes, where a group varies them.
-HEADINGS = ("variant", "what it changes", "model", "world size", "effective batch", "length", "training", "micro-batch",
-            "samples/s", "tokens/s", "× {base}", "step ms [p10–p90]", "MFU", "peak MiB", "{score}",
-            "Δ{score} vs {base}", "n", "status", "note")  # fmt: skip
+COLUMNS = ("variant", "change", "model", "world", "batch", "length", "training", "micro_batch",
+           "samples_per_s", "tokens_per_s", "ratio", "step", "mfu", "peak_mib", "score", "delta",
+           "n", "status", "note")  # fmt: skip
 FONTS = {"font": ("system-ui", "sans-serif"), "font_mono": ("ui-monospace", "monospace")}
 LOOK = {
     "theme": gr.themes.Default(primary_hue="blue", text_size="sm", spacing_size="sm", **FONTS),
@@ -368,7 +368,7 @@ def groups_of(found: list[Run], own: set[str], broken: set[str]) -> list[str]:
     """The groups of runs and of broken records: one's own first, then the others, each by age, the
     newest first.
 
-    Groups of tries (see `load.searches`) are left out.
+    Groups of tries (see `evidence.search_groups`) are left out.
     """
     began = dict.fromkeys(broken, "")
     for run in found:
@@ -382,7 +382,7 @@ def groups_of(found: list[Run], own: set[str], broken: set[str]) -> list[str]:
 def shown_group(found: list[Run], name: str, figures_dir: Path) -> tuple[list[str], list[str]]:
     """What is said of a group's runs, and its table and figures as HTML."""
     chosen = select(as_frame(found), name)
-    table = result_table(summary(chosen), HEADINGS).astype(str).map(without_paths)
+    table = result_table(summary(chosen), COLUMNS).astype(str).map(without_paths)
     figures = [picture(*figure) for figure in figures_of(figures_dir / name)]
     said = [source(chosen)]
     if not figures:

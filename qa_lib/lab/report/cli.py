@@ -15,13 +15,13 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import one_line, printable
-from qa_lib.lab.report import load
-from qa_lib.lab.report.format import terminal
+from qa_lib.lab.report import evidence
 from qa_lib.lab.report.notebook import brief
 from qa_lib.lab.report.own import write_page
 from qa_lib.lab.report.readme import with_results
 from qa_lib.lab.report.style import SPOILT, digest, reason
 from qa_lib.lab.report.summary import summary
+from qa_lib.lab.report.tables import terminal
 from qa_lib.packages import check_runner, environment_of_kernels
 from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.records.archive import own_groups
@@ -41,12 +41,12 @@ def main(args: argparse.Namespace) -> int:
     """Make the report of a group; 1 if a check fails."""
     if args.check:
         problems: list[str] = []
-        runs = load.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
+        runs = evidence.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
         problems += check(runs, args.runs, args.figures)
         clean = "README.md, pages and figures of the committed runs are up to date"
         print("\n".join(map(one_line, problems)) or clean)
         return 1 if problems else 0
-    runs = load.load_runs(args.runs)
+    runs = evidence.load_runs(args.runs)
     if args.readme:
         for page, (_, after) in with_results(runs, args.runs, args.figures).items():
             write_atomically(page, after)
@@ -54,42 +54,42 @@ def main(args: argparse.Namespace) -> int:
         return 0
     if args.pages:
         if not IS_CHECKOUT or Path.cwd() != ROOT:
-            raise load.ReportError("--pages makes the pages of a checkout: type it in its root")
+            raise evidence.ReportError("--pages makes the pages of a checkout: type it in its root")
         for page, (notebook, parameters) in PAGES.items():
             execute(notebook, ROOT / page, parameters)
             print(f"{notebook} executed into {page}")
         return 0
     group = args.group or default_group(runs)
     if group is None:
-        raise load.ReportError(
+        raise evidence.ReportError(
             f"no record below {args.runs}: run something first, for example make quickstart"
         )
     shown = runs[runs["group"] == group]
     if shown.empty:
-        known = ", ".join(load.newest(runs))
-        raise load.ReportError(f"no group {group!r} below {args.runs}; there are {known}")
+        known = ", ".join(evidence.groups_by_age(runs))
+        raise evidence.ReportError(f"no group {group!r} below {args.runs}; there are {known}")
     if not args.group:
-        shown = load.own_first(shown)
+        shown = evidence.own_or_all(shown)
     folder = args.figures / group
     try:
-        chosen = load.select(shown, group)
+        chosen = evidence.select(shown, group)
         said = overview(chosen, runs)
-        if own_groups(shown["run"]) and len(load.own_first(shown)) == len(shown):
+        if own_groups(shown["run"]) and len(evidence.own_or_all(shown)) == len(shown):
             said += f"\n\nOpen {write_page(chosen, folder)}, with its figure beside it"
         else:
             page = execute_report(args.runs, args.figures, group)
             said += f"\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"
     except SPOILT as problem:
-        raise load.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
+        raise evidence.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
     print(printable(said))
     return 0
 
 
 def default_group(runs: pd.DataFrame) -> str | None:
     """The group that is shown where none is named: the newest of one's own, or of all where none is one's own."""
-    for part in (load.own_first(runs), runs):
-        if began := load.newest(part):
-            return [*began][-1]
+    for part in (evidence.own_or_all(runs), runs):
+        if groups := evidence.groups_by_age(part):
+            return groups[-1]
     return None
 
 
@@ -104,10 +104,10 @@ def execute_report(runs: Path, figures: Path, group: str) -> Path:
 
 
 def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """The table of a group's runs `own` (load.select) in few lines: scores and speeds, of a CPU's runs the speeds of
-    the reference group in `runs` instead."""
+    """The table of a group's runs `own` (evidence.select) in few lines: scores and speeds, of a
+    CPU's runs the speeds of the reference group in `runs` instead."""
     group = own["group"].iloc[0]
-    lines = load.largest_batch(summary(own))
+    lines = evidence.largest_micro_batch(summary(own))
     table = brief(lines, own, runs)
     said = [
         f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
@@ -116,7 +116,7 @@ def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
     ]
     if len(table) > SHOWN:
         said.append(f"and {len(table) - SHOWN} more in the report")
-    others = [name for name in load.newest(load.own_first(runs)) if name != group]
+    others = [name for name in evidence.groups_by_age(evidence.own_or_all(runs)) if name != group]
     if others:
         said += [
             "",
@@ -147,7 +147,7 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
             with environment_of_kernels():
                 papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
         except papermill.PapermillExecutionError as problem:
-            raise load.ReportError(
+            raise evidence.ReportError(
                 f"{notebook} stopped: {problem.ename}, {problem.evalue}"
             ) from None
         found = nbformat.read(out, as_version=4)
@@ -182,8 +182,8 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     import nbformat
 
     problems = []
-    for group in load.committed(runs_dir):
-        now = digest(load.select(runs, group))
+    for group in evidence.committed_groups(runs_dir):
+        now = digest(evidence.select(runs, group))
         for drawn in sorted((figures / group).glob("*.png")):
             with Image.open(drawn) as image:
                 if image.text.get("Records") != now:

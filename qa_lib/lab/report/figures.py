@@ -13,8 +13,15 @@ import seaborn as sns
 from matplotlib.figure import Figure
 
 from qa_lib.lab.report import style
+from qa_lib.lab.report.evidence import (
+    NotMeasured,
+    baseline,
+    commits,
+    largest_micro_batch,
+    table_order,
+    usual_conditions,
+)
 from qa_lib.lab.report.format import MISSING, number, percent
-from qa_lib.lab.report.load import NotMeasured, baseline, commits, largest_batch, place, usual
 from qa_lib.lab.report.stats import LEVEL
 from qa_lib.lab.report.summary import summary
 from qa_lib.measure.trace import PARTS, PHASES
@@ -40,7 +47,7 @@ def timed(runs: pd.DataFrame) -> pd.DataFrame:
     done = runs[runs["status"] == "ok"]
     if len(done) and done["time.wall_s"].notna().mean() < 0.5:
         raise NotMeasured("most runs of this group shared the GPU, and such runs record no times")
-    lines = usual(summary(runs))
+    lines = usual_conditions(summary(runs))
     base = lines[(lines["variant"] == baseline(runs)) & lines["samples_per_s"].notna()]
     if base.empty:
         raise NotMeasured(
@@ -79,7 +86,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     )
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
-    code = style.code(commits(largest_batch(runs)))
+    code = style.code(commits(largest_micro_batch(runs)))
     note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {code}"
     figure = style.group_figure(runs, speed_finding(lines), note, 0.34 * len(shown) + 1.75)
     axis, speed = figure.subplots(), shown["samples_per_s"]
@@ -171,7 +178,7 @@ def profiles(runs: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured(
             "no run of this group has a profile: python -m qa_lib profile VARIANT --preset S makes one"
         )
-    found = found.sort_values("variant", key=place, kind="stable").reset_index(drop=True)
+    found = found.sort_values("variant", key=table_order, kind="stable").reset_index(drop=True)
     found["peak_mib"] = [(profile["memory"] or {}).get("peak_mib") for profile in found["profile"]]
     several = found["micro_batch"].nunique() > 1
     sizes = found["micro_batch"].map(", micro-batch {}".format) if several else ""

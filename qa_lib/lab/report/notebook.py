@@ -16,10 +16,11 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.errors import UnknownName, nearest
-from qa_lib.lab.report import load, readme
+from qa_lib.lab.report import evidence, readme
 from qa_lib.lab.report.figures import timed
-from qa_lib.lab.report.format import markdown, number, say
+from qa_lib.lab.report.format import number
 from qa_lib.lab.report.summary import change, result_table, summary
+from qa_lib.lab.report.tables import markdown
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
 from qa_lib.records.files import RecordError, regular
 from qa_lib.records.record import read_record
@@ -66,8 +67,17 @@ def describe(spec: Spec) -> str:
 
 
 def advice(hardware: str) -> str:
-    """As Markdown: how to train with what suits a machine; `hardware` is a spec's."""
-    return say("no_gpu") if hardware == "cpu" else say("advice", card=hardware.upper())
+    """Return as Markdown how to train with what suits a machine; `hardware` is a spec's."""
+    if hardware == "cpu":
+        return (
+            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about ten "
+            "seconds a variant. In Colab, *Runtime, Change runtime type* gives one."
+        )
+    return (
+        f'**This card:** {hardware.upper()}. `variant = "recommended"` takes what suits it, and '
+        "says why; preset `full` trains three epochs of SQuAD v2, and `smoke` takes about ten "
+        "seconds."
+    )
 
 
 def technique(variant: str) -> str:
@@ -111,8 +121,8 @@ def answers(records: Sequence[dict], runs: str | Path, questions) -> str:
 def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:
     """As text: the variants of some records of one group, and all others of `relatives` of the first. Only of one's own
     runs, and of the model, length and training that the first had: a search or a scaling group has many."""
-    chosen = load.select(
-        load.own_first(runs[runs["group"] == records[0]["group"]]), records[0]["group"]
+    chosen = evidence.select(
+        evidence.own_or_all(runs[runs["group"] == records[0]["group"]]), records[0]["group"]
     )
     first = records[0]["spec"]["variant"]
     own = chosen[chosen["run_id"] == records[0]["run_id"]]
@@ -120,7 +130,7 @@ def family_table(runs: pd.DataFrame, records: Sequence[dict]) -> pd.DataFrame:
         chosen = chosen[chosen[axis].isin(own[axis])]
     names = relatives(first).union(record["spec"]["variant"] for record in records)
     chosen = chosen[chosen["spec.variant"].isin(names)]
-    return brief(summary(chosen), chosen, runs, "trainable", "compile s")
+    return brief(summary(chosen), chosen, runs, "trainable", "compile_s")
 
 
 def relatives(variant: str) -> set[str]:
@@ -130,31 +140,33 @@ def relatives(variant: str) -> set[str]:
 
 
 def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str) -> pd.DataFrame:
-    """`lines` of a group's runs `own` as text in few columns, and `more` headings. A CPU's speeds, which rank
-    nothing, give way to those of the task's reference group in `runs`."""
-    columns = ["variant", "what it changes", *load.AXES.values(), "n", "{score}"]
-    if not load.on_cpu(own):
+    """Return `lines` of a group's runs `own` as text in few columns, and the columns `more`.
+
+    A CPU's speeds, which rank nothing, give way to those of the task's reference group in `runs`.
+    """
+    columns = ["variant", "change", *evidence.AXES, "n", "score"]
+    if not evidence.on_cpu(own):
         return result_table(
-            lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"]
+            lines, [*columns, "samples_per_s", "ratio", "peak_mib", *more, "status", "note"]
         )
     table = result_table(lines, [*columns, "status", "note"])
     reference = TASKS[lines["task.name"].iloc[0]]["reference"]
     if reference in set(runs["group"]):
-        there = load.select(runs, reference)
+        there = evidence.select(runs, reference)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])
-        head = f"speed × {load.baseline(there)} on one {there['env.gpu'].iloc[0]}"
+        head = f"speed × {evidence.baseline(there)} on one {there['env.gpu'].iloc[0]}"
         table.insert(min(4, table.shape[1]), head, list(map(number, ratios)))
     return table
 
 
 def committed(letter: str) -> str:
     """What the committed records have of a family's variants on a GPU. Raises NotMeasured."""
-    every = load.load_runs(ROOT / "runs")
-    own = load.nearest(
-        every, load.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench")
+    every = evidence.load_runs(ROOT / "runs")
+    own = evidence.nearest_runs_at_preset(
+        every, evidence.REFERENCE, {"P": "parallel", "L": "lm-bench"}.get(letter, "bench")
     )
     own = own[own["spec.variant"].isin(relatives(find_family(letter)[0]))]
     if own.empty:
-        raise load.NotMeasured(f"no committed group has family {letter}")
-    judged = load.usual(load.judging(every, own["group"].iloc[0]))
+        raise evidence.NotMeasured(f"no committed group has family {letter}")
+    judged = evidence.usual_conditions(evidence.judging_runs(every, own["group"].iloc[0]))
     return f"{markdown(readme.headline_table(own, judged, own['spec.variant']))}\n\n{readme.caption(own, judged)}"

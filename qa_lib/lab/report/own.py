@@ -8,81 +8,99 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import load
+from qa_lib.lab.report import evidence
 from qa_lib.lab.report.figures import fig_ladder
-from qa_lib.lab.report.format import markdown, render, say
+from qa_lib.lab.report.format import gain
 from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.stats import LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.lab.report.style import SPOILT, digest, png, reason, style, title_of
 from qa_lib.lab.report.summary import result_table, summary
+from qa_lib.lab.report.tables import Column, markdown, render
 from qa_lib.records.files import writable_folder, write_atomically
 
-RESULTS = (
-    "variant",
-    "what it changes",
-    *load.AXES.values(),
-    "n",
-    "{score}",
-    "Δ{score} vs {base}",
-    "status",
-    "note",
-)
+# Columns of the page's two tables, by their names in `summary.columns`.
+RESULTS = ("variant", "change", *evidence.AXES, "n", "score", "delta", "status", "note")
 COSTS = (
     "variant",
-    *load.AXES.values(),
+    *evidence.AXES,
     "trainable",
-    "samples/s",
-    "× {base}",
-    "step ms [p10–p90]",
-    "waits for data, at most",
-    "GPU busy",
-    "MFU",
-    "peak MiB",
-    "J/sample",
-    "compile s",
-    "wall s",
+    "samples_per_s",
+    "ratio",
+    "step",
+    "waits",
+    "busy",
+    "mfu",
+    "peak_mib",
+    "joules",
+    "compile_s",
+    "wall_s",
 )
 
 
 def write_page(runs: pd.DataFrame, folder: Path) -> Path:
     """Write report.md, and its figure beside it, into a folder; returns the page's path.
 
-    `runs` are those of one group that count (load.select). Raises RecordError for a folder that is a link.
+    `runs` are those of one group that count (evidence.select). Raises RecordError for a folder that
+    is a link.
     """
     group = runs["group"].iloc[0]
     lines = summary(runs).sort_values("micro_batch", ascending=False, kind="stable")
     parts = [
         f"# {group}",
-        say("own_source", source=source(runs), about=_about(runs)),
+        f"{source(runs)} What was trained: {_about(runs)}.",
         "## What came of them",
         markdown(result_table(lines, RESULTS)),
-        say("own_columns", base=load.baseline(runs), score=runs["task.label"].iloc[0]),
+        _about_columns(runs),
         *_verdicts(runs),
         "## Speed, and what it cost",
         _ladder(runs, writable_folder(folder)),
         markdown(result_table(lines, COSTS)),
-        say("own_more", reference=load.REFERENCE),
+        "*Waits for data* is the most that loading ahead could save. *Compile s* is of runs that "
+        "found nothing compiled; where all found some, it is missing. Groups that came with the "
+        "checkout are shown to who names them: `python -m qa_lib report --group "
+        f"{evidence.REFERENCE}`.",
     ]
     page = folder / "report.md"
     write_atomically(page, "\n\n".join(parts) + "\n")
     return page
 
 
+def _about_columns(runs: pd.DataFrame) -> str:
+    """Return what the columns of the first table mean."""
+    score = runs["task.label"].iloc[0]
+    return (
+        "A *variant* changes one setting of another. *n* counts the runs behind a line, which "
+        f"differ in their random numbers; Δ{score} is taken against {evidence.baseline(runs)} over "
+        "equal seeds, and without ± it is of one or two. What failed says why under *note*."
+    )
+
+
 def _verdicts(runs: pd.DataFrame) -> list[str]:
     """Which variants are as good as the baseline by three seeds and more, as Markdown; nothing where none has them."""
     try:
-        tested = equivalence(load.usual(runs)).dropna(subset="best_delta±").reset_index()
-    except load.NotMeasured:
+        tested = (
+            equivalence(evidence.usual_conditions(runs)).dropna(subset="best_delta±").reset_index()
+        )
+    except evidence.NotMeasured:
         return []
     tested["verdict"] = tested["verdict"].map(VERDICTS)
-    heads = f"variant, n, delta=ΔF1, best_delta=ΔF1 at best, verdict=within {MARGIN:g} F1"
-    table = render(tested, heads, gain="delta best_delta")
-    return [markdown(table), say("own_verdicts", margin=MARGIN, level=LEVEL)]
+    columns = [
+        Column("variant"),
+        Column("n"),
+        Column("delta", "ΔF1", gain),
+        Column("best_delta", "ΔF1 at best", gain),
+        Column("verdict", f"within {MARGIN:g} F1"),
+    ]
+    legend = (
+        f"Over equal seeds, at threshold 0 and at the best one: ✓ the whole {LEVEL} % interval "
+        f"lies within ± {MARGIN:g} F1, ✓+ it shows a loss of less than that, ✗ of more, ? neither."
+    )
+    return [markdown(render(tested, columns)), legend]
 
 
 def _about(runs: pd.DataFrame) -> str:
     """What the runs trained, in words."""
-    shown = load.usual(runs)
+    shown = evidence.usual_conditions(runs)
     newest = shown.iloc[-1]
     samples, questions = newest["spec.n_train"], newest["spec.n_eval"]
     said = f"{newest['model.name']} on {newest['data.name']}"

@@ -14,21 +14,12 @@ from pathlib import Path
 import pandas as pd
 from PIL import Image
 
-from qa_lib.lab.report import load, scaling
+from qa_lib.lab.report import evidence, facts, scaling
 from qa_lib.lab.report.figures import speed_finding, timed
-from qa_lib.lab.report.format import (
-    MISSING,
-    factor,
-    gain,
-    markdown,
-    number,
-    percent,
-    points,
-    render,
-    say,
-)
+from qa_lib.lab.report.format import MISSING, factor, gain, number, percent, points
 from qa_lib.lab.report.stats import BASELINE, LEVEL, MARGIN, equivalence
 from qa_lib.lab.report.summary import summary
+from qa_lib.lab.report.tables import Column, markdown, render
 from qa_lib.spec.spec import resolve
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
@@ -45,14 +36,18 @@ NOTHING = (
 def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
     """The text of README.md and of each page of docs/ with one of BLOCKS, and the same with these made anew. Raises
     ReportError where README.md or a block is missing."""
-    runs = runs[runs["group"].isin(load.committed(runs_dir))] if runs_dir.is_dir() else runs[:0]
-    groups = sorted(set(runs["group"]) - load.searches(runs))
-    group = load.REFERENCE if load.REFERENCE in groups else groups[0] if groups else None
+    runs = (
+        runs[runs["group"].isin(evidence.committed_groups(runs_dir))]
+        if runs_dir.is_dir()
+        else runs[:0]
+    )
+    groups = sorted(set(runs["group"]) - evidence.search_groups(runs))
+    group = evidence.REFERENCE if evidence.REFERENCE in groups else groups[0] if groups else None
     pages = [Path("README.md"), *sorted(Path("docs").glob("*.md"))]
     try:
         before = {page: page.read_text(encoding="utf-8") for page in pages}
     except OSError as problem:
-        raise load.ReportError(
+        raise evidence.ReportError(
             f"cannot read {problem.filename} in this folder: {problem.strerror}"
         ) from problem
     before = {page: text for page, text in before.items() if "<!-- /" in text or page == pages[0]}
@@ -62,12 +57,12 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
         found = {page: re.search(f"(?s){begin}.*?{end}", text) for page, text in after.items()}
         page = next((page for page, part in found.items() if part), None)
         if page is None:
-            raise load.ReportError(
+            raise evidence.ReportError(
                 f"no page has a block between {begin} and {end}: {', '.join(map(str, before))}"
             )
         try:
             content = block(runs, group, figures) if group else NOTHING
-        except load.NotMeasured as reason:
+        except evidence.NotMeasured as reason:
             content = f"What is missing here is not known: {reason}."
         if page.parent.name:  # links are from the page
             content = re.sub(r"\]\((figures|runs)/", r"](../\1/", content)
@@ -78,22 +73,19 @@ def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path
 def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     """The result in minutes, what it costs, whether F1 is kept, what was not shown; and the picture of the ladder.
     Raises NotMeasured."""
-    own = load.select(runs, group)
+    own = evidence.select(runs, group)
     lines = timed(own).set_index("variant", drop=False)
     gib = lines["reserved_mib"] / 1024
-    full = gib[load.trains_all(lines["variant"])]
+    full = gib[evidence.trains_all(lines["variant"])]
     if RECOMMENDED not in lines.index or full.isna().all():
-        raise load.NotMeasured(f"{RECOMMENDED} and its memory have not been measured in {group}")
+        raise evidence.NotMeasured(
+            f"{RECOMMENDED} and its memory have not been measured in {group}"
+        )
     before, after, lean = map(number, (*gib[[BASELINE, RECOMMENDED]], full.min()))
     finding = speed_finding(lines)
-    costs = say(
-        "costs",
-        finding=finding,
-        base=BASELINE,
-        variant=RECOMMENDED,
-        before=before,
-        after=after,
-        lean=lean,
+    costs = (
+        f"{finding}: {BASELINE} is an unoptimized loop, {RECOMMENDED} the whole stack in bf16. "
+        f"Memory reserved falls from {before} to {after} GiB; the leanest full training takes {lean}."
     )
     said = [_minutes(runs, own), f"{costs} {_kept(runs, group)}", _not_shown(runs, own)]
     return "\n\n".join([*said, *_picture(figures / group / "ladder.png")])
@@ -106,21 +98,33 @@ def _minutes(runs: pd.DataFrame, own: pd.DataFrame) -> str:
     if RECOMMENDED in minutes and (rivals := _rivals(minutes)):
         first, short = whole.iloc[0], whole.loc[whole["times"] > 1, "spec.variant"].unique()
         until = "the score" if whole["quality.f1"].notna().all() else "the last step"
-        times = "".join(f"; {name}: start, {load.FULL_EPOCHS} times one epoch" for name in short)
-        return say("whole", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, until=until, times=times,
-                   n=whole.value_counts("spec.variant").min(), samples=first["spec.n_train"], full=load.FULL_SAMPLES,
-                   data=first["data.name"], group=first["group"], code=load.commits(whole))  # fmt: skip
+        times = "".join(
+            f"; {name}: start, {evidence.FULL_EPOCHS} times one epoch" for name in short
+        )
+        n = whole.value_counts("spec.variant").min()
+        return (
+            f"**Three epochs of {first['spec.n_train']:,.0f} samples train BERT-base in "
+            f"{minutes[RECOMMENDED]:.1f} minutes on one {gpu}, where `transformers.Trainer` takes "
+            f"{rivals}.** Measured from the command to {until}, with nothing cached "
+            f"(runs of each: {n}; data: {first['data.name']}; SQuAD v2: {evidence.FULL_SAMPLES:,}; "
+            f"group {first['group']}, code {evidence.commits(whole)}{times})."
+        )
     table = projected(summary(own))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not (rivals := _rivals(minutes)):
-        raise load.NotMeasured(
+        raise evidence.NotMeasured(
             f"{RECOMMENDED} and the Trainer have not both been timed in {own['group'].iloc[0]}"
         )
     rival = table.loc[minutes.index.intersection(tagged("trainer")), "speed"].idxmax()
-    caveat = (
-        "" if table.loc[rival, "cold"] else say("partly_cached", variant=rival, **table.loc[rival])
+    caveat = ""
+    if not table.loc[rival, "cold"]:
+        compile_s = table.loc[rival, "compile_s"]
+        caveat = f"; {rival} compiles for {compile_s:.0f} s, with a part of the code from a cache"
+    return (
+        "**Projected from measured speed: three epochs of SQuAD v2 train BERT-base in "
+        f"{minutes[RECOMMENDED]:.1f} minutes on one {gpu}, where `transformers.Trainer` takes "
+        f"{rivals}.** With compilation, without data and scoring{caveat}."
     )
-    return say("projection", best=minutes[RECOMMENDED], gpu=gpu, rivals=rivals, caveat=caveat)
 
 
 def projected(lines: pd.DataFrame) -> pd.DataFrame:
@@ -131,15 +135,15 @@ def projected(lines: pd.DataFrame) -> pd.DataFrame:
     nothing compiled; minutes of training and compilation. Data and scoring are not counted. Raises NotMeasured.
     """
     if len(lines) and lines["task.name"].iloc[0] != "qa":
-        raise load.NotMeasured(
+        raise evidence.NotMeasured(
             "the projection is to SQuAD v2's training questions, and this is another task"
         )
-    part = load.usual(lines)
+    part = evidence.usual_conditions(lines)
     part = part[(part["micro_batch"] == PROJECTED) & part["samples_per_s"].notna()].set_index(
         "variant"
     )
-    if load.baseline(lines) not in part.index:
-        raise load.NotMeasured(
+    if evidence.baseline(lines) not in part.index:
+        raise evidence.NotMeasured(
             f"the baseline has no measured speed at micro-batch {PROJECTED} to project from"
         )
     part = part.loc[[name for name in tagged("headline") if name in part.index]]
@@ -152,7 +156,7 @@ def projected(lines: pd.DataFrame) -> pd.DataFrame:
         {"speed": part["samples_per_s"], "compile_s": compile_s, "cold": eager | cold.notna()}
     )
     table["minutes"] = (
-        load.FULL_SAMPLES * load.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)
+        evidence.FULL_SAMPLES * evidence.FULL_EPOCHS / table["speed"] + compile_s.fillna(0.0)
     ) / 60
     return table
 
@@ -166,19 +170,21 @@ def _whole(runs: pd.DataFrame, own: pd.DataFrame) -> pd.DataFrame:
     )
     whole = (
         runs["status"].eq("ok")
-        & runs[load.EPOCHS].isin([1, load.FULL_EPOCHS])
+        & runs[evidence.EPOCHS].isin([1, evidence.FULL_EPOCHS])
         & runs["spec.search"].eq("")
     )
-    done = runs[alike & whole & runs["time.resumed_from_step"].isna() & ~load.found_compiled(runs)]
-    seconds = load.numbers(
+    done = runs[
+        alike & whole & runs["time.resumed_from_step"].isna() & ~evidence.found_compiled(runs)
+    ]
+    seconds = evidence.numbers(
         done, {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"}
     )
-    times = load.FULL_EPOCHS / done[load.EPOCHS].astype(float)
+    times = evidence.FULL_EPOCHS / done[evidence.EPOCHS].astype(float)
     spent = times * seconds["process"].fillna(seconds["run"]) - (times - 1) * seconds[
         "start"
     ].fillna(0.0)  # one start
     done = done.assign(times=times, minutes=spent / 60, training="").dropna(subset="minutes")
-    return load.largest_batch(done[done["spec.n_train"] == done["spec.n_train"].max()])
+    return evidence.largest_micro_batch(done[done["spec.n_train"] == done["spec.n_train"].max()])
 
 
 def _rivals(minutes: pd.Series) -> str:
@@ -198,7 +204,7 @@ def _rivals(minutes: pd.Series) -> str:
 
 
 def _kept(runs: pd.DataFrame, group: str) -> str:
-    judged = load.usual(load.judging(runs, group))
+    judged = evidence.usual_conditions(evidence.judging_runs(runs, group))
     tested = equivalence(judged)
     if RECOMMENDED not in tested.index:
         return f"The F1 of {RECOMMENDED} has not been measured."
@@ -206,8 +212,12 @@ def _kept(runs: pd.DataFrame, group: str) -> str:
     known = {"within": "stays within {:g} point of", "no worse": "does not fall {:g} point below"}
     kept = known.get(line["verdict"], "is not shown to stay within {:g} point of")
     delta, best = gain(line["delta"], line["delta±"]), gain(line["best_delta"], line["best_delta±"])
-    return say("kept", kept=kept.format(MARGIN), params=own["model.params_total"] / 1e6, n=line["n"], level=LEVEL,
-               delta=delta, best=best, base=BASELINE)  # fmt: skip
+    return (
+        f"F1 {kept.format(MARGIN)} {BASELINE}'s: it changes by {best} at the best threshold for "
+        f'"no answer", and by {delta} at threshold 0. That is of a smaller model '
+        f"({own['model.params_total'] / 1e6:.0f} M parameters, {line['n']} seeds, {LEVEL} % "
+        "intervals)."
+    )
 
 
 def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
@@ -224,7 +234,7 @@ def _not_shown(runs: pd.DataFrame, own: pd.DataFrame) -> str:
 
 def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What each of TECHNIQUES gains over what a practitioner would have, with its code."""
-    speed = timed(load.select(runs, group)).set_index("variant")["samples_per_s"].dropna()
+    speed = timed(evidence.select(runs, group)).set_index("variant")["samples_per_s"].dropna()
     table = [
         {
             "gain": factor(speed[one.adds] / speed[one.over]),
@@ -245,46 +255,59 @@ def headline_table(
     `headline`; all where none of them ran. The memory is what PyTorch reserved: what it counts as allocated leaves out
     that of torch.compile's own CUDA graphs."""
     names = [*names] or tagged("headline")
-    lines = load.largest_batch(summary(runs)).set_index("variant", drop=False)
+    lines = evidence.largest_micro_batch(summary(runs)).set_index("variant", drop=False)
     if lines["variant"].isin(names).any():
         lines = lines[lines["variant"].isin(names)]
     words = lines["variant"].map({name: variant.why for name, variant in VARIANTS.items()})
     lines = lines.drop(columns="ratio±").assign(gib=lines["reserved_mib"] / 1024, why=words)
-    heads = f"variant, why=what it is, n, samples_per_s=samples/s, ratio=× {load.baseline(lines)}, gib=GiB reserved"
+    columns = [
+        Column("variant"),
+        Column("why", "what it is"),
+        Column("n"),
+        Column("samples_per_s", "samples/s"),
+        Column("ratio", f"× {evidence.baseline(lines)}"),
+        Column("gib", "GiB reserved"),
+    ]
     with contextlib.suppress(
-        load.NotMeasured
+        evidence.NotMeasured
     ):  # the columns are left out, and the table of quality says why
-        tested = equivalence(load.usual(judged)).dropna(subset="delta±")
+        tested = equivalence(evidence.usual_conditions(judged)).dropna(subset="delta±")
         lines = lines.join(tested[["best_delta", "best_delta±"]])
-        heads += ", best_delta=ΔF1"
-    return render(lines, heads, gain="best_delta")
+        columns.append(Column("best_delta", "ΔF1", gain))
+    return render(lines, columns)
 
 
 def source(runs: pd.DataFrame) -> str:
     """Where the speed and memory of `headline_table` come from, in a sentence."""
-    shown = load.largest_batch(runs)
-    first, others = shown.iloc[0], load.other_days(shown)
+    shown = evidence.largest_micro_batch(runs)
+    first, others = shown.iloc[0], evidence.timed_on_other_days(shown)
     count = "one" if first["world"] == 1 else first["world"]
-    where = "a CPU" if load.on_cpu(runs) else f"{count} {first['env.gpu']}"
-    said = say("source", group=first["group"], code=load.commits(shown), where=where, micro_batch=first["micro_batch"],
-               level=LEVEL)  # fmt: skip
+    where = "a CPU" if evidence.on_cpu(runs) else f"{count} {first['env.gpu']}"
+    said = (
+        f"Speed and memory: group {first['group']}, code {evidence.commits(shown)}, on {where}, "
+        f"{first['micro_batch']} samples in a forward pass, means of n runs; ± is half a {LEVEL} % "
+        "interval."
+    )
     others = [name for name in others if name in tagged("headline")]
-    days = f" {', '.join(others)} ran in another sitting than {load.baseline(runs)}."
+    days = f" {', '.join(others)} ran in another sitting than {evidence.baseline(runs)}."
     return said + days * bool(others)
 
 
 def caption(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
     """Where all numbers of `headline_table` come from."""
-    with contextlib.suppress(load.NotMeasured):  # the table is there without scores
+    with contextlib.suppress(evidence.NotMeasured):  # the table is there without scores
         return f"{source(runs)} {_judged(judged)}"
     return source(runs)
 
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """The headline variants as a table, and where its numbers come from."""
-    own, judged = load.select(runs, group), load.usual(load.judging(runs, group))
+    own, judged = (
+        evidence.select(runs, group),
+        evidence.usual_conditions(evidence.judging_runs(runs, group)),
+    )
     said = caption(own, judged)
-    with contextlib.suppress(load.NotMeasured):  # the table is there without the Trainer
+    with contextlib.suppress(evidence.NotMeasured):  # the table is there without the Trainer
         said += f" {lead(runs, group)}"
     return f"{markdown(headline_table(own, judged))}\n\n{said}"
 
@@ -292,38 +315,45 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
 def lead(runs: pd.DataFrame, group: str) -> str:
     """How the lead of the recommended variant over the best of the Trainer and plain PyTorch changes with the batch, in
     a sentence. Speeds that scatter by more than STEADY, as a busy host makes them, are left out. Raises NotMeasured."""
-    lines = summary(load.select(runs, group)).rename(columns={"samples_per_s": "speed"})
-    lines = load.usual(lines.drop(columns="batch")).drop_duplicates(["variant", "micro_batch"])
+    lines = summary(evidence.select(runs, group)).rename(columns={"samples_per_s": "speed"})
+    lines = evidence.usual_conditions(lines.drop(columns="batch")).drop_duplicates(
+        ["variant", "micro_batch"]
+    )
     lines = lines[~(lines["samples_per_s±"] > STEADY * lines["speed"])]
     name, rival, leads = scaling.lead(
         lines[lines["variant"].isin([RECOMMENDED, *tagged("trainer"), *tagged("plain")])]
     )
     if len(leads) < 2:
-        raise load.NotMeasured(f"{rival} has a speed at one micro-batch alone")
+        raise evidence.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     said = ", ".join(f"{factor(times)} at {size}" for size, times in leads.items())
-    return say("lead", variant=name, rival=rival, leads=said)
+    return f"{name} leads {rival} by {said} samples a pass."
 
 
 def _judged(judged: pd.DataFrame) -> str:
     """Where the table's differences in quality come from."""
     base = judged[(judged["spec.variant"] == BASELINE) & (judged["status"] == "ok")]
     columns = {"best": "quality.best_f1", "silent": "quality.always_null_f1", "n_eval": "quality.n"}
-    means = load.numbers(base, columns).mean()
+    means = evidence.numbers(base, columns).mean()
     if means.isna().any():
-        raise load.NotMeasured(f"{BASELINE} has no F1")
-    return say(
-        "judged", base=BASELINE, group=judged["group"].iloc[0], model=judged["model.name"].iloc[0],
-        n_train=judged["spec.n_train"].max(), n_eval=means["n_eval"], best=points(means["best"]),
-        silent=points(means["silent"]), share=percent(1 / (means["best"] - means["silent"])),
-    )  # fmt: skip
+        raise evidence.NotMeasured(f"{BASELINE} has no F1")
+    group = judged["group"].iloc[0]
+    model = judged["model.name"].iloc[0]
+    share = percent(1 / (means["best"] - means["silent"]))
+    return (
+        f'ΔF1: against {BASELINE} over equal seeds, at the best threshold for "no answer"; {model} '
+        f"on {judged['spec.n_train'].max():,.0f} samples, scored on {means['n_eval']:,.0f} questions "
+        f"(group {group}). Never answering scores {points(means['silent'])} there and {BASELINE} "
+        f"{points(means['best'])}, so that 1 F1 is {share} of what {BASELINE} has learnt."
+    )
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What several GPUs come to, of the group's kind where that has run, with its picture."""
-    own = load.nearest(runs, group, "parallel")
+    own = evidence.nearest_runs_at_preset(runs, group, "parallel")
     finding, name = scaling.speed_finding(scaling.scaling(own)), own["group"].iloc[0]
-    measured = say(
-        "several", finding=finding, group=name, code=load.commits(own), gpu=own["env.gpu"].iloc[0]
+    measured = (
+        f"**{finding}.** Group {name}, code {evidence.commits(own)}, a run's GPUs "
+        f"({own['env.gpu'].iloc[0]}) all of one host."
     )
     said = f"{measured} {scaling.projected_words(scaling.projection(own))}"
     return scaling.worded("\n\n".join([said, *_picture(figures / name / "scaling.png")]), own)
@@ -331,9 +361,9 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What the same techniques give on a language model, on the group's hardware where it has run, with its picture."""
-    own = load.nearest(runs, group, "lm-bench")
+    own = evidence.nearest_runs_at_preset(runs, group, "lm-bench")
     if own.empty:
-        raise load.NotMeasured("no language model was timed")
+        raise evidence.NotMeasured("no language model was timed")
     picture = _picture(figures / own["group"].iloc[0] / "ladder.png")
     return "\n\n".join([f"**{speed_finding(timed(own))}.** {source(own)}", *picture])
 
@@ -350,7 +380,12 @@ def _picture(path: Path) -> list[str]:
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What `recommended` takes on cards that people have."""
-    return f"{markdown(cards_table())}\n\n{say('cards', gpu=load.select(runs, group)['env.gpu'].iloc[0])}"
+    gpu = evidence.select(runs, group)["env.gpu"].iloc[0]
+    said = (
+        "`recommended` takes the first of [a list](qa_lib/spec/tasks.toml), quickest on the "
+        f"{gpu} first, for which the card has kernels and memory. Elsewhere the order is a guess."
+    )
+    return f"{markdown(cards_table())}\n\n{said}"
 
 
 def cards_table() -> pd.DataFrame:
@@ -361,9 +396,8 @@ def cards_table() -> pd.DataFrame:
 
     data, model = {"name": "squad_v2", "sha256": ""}, {"name": "bert-base-uncased", "revision": ""}
     lines = []
-    for card, sm, gib in load.CARDS.dropna(subset="card")[["card", "sm", "gib"]].itertuples(
-        index=False
-    ):
+    named = facts.cards().dropna(subset="card")
+    for card, sm, gib in named[["card", "sm", "gib"]].itertuples(index=False):
         machine = dataclasses.replace(gpu_of(sm), hardware=card, free_mib=round(1024 * gib))
         asked = resolve("recommended", "full", 0, machine, data, model, data["name"], model["name"])
         found = choose(asked, machine, os.devnull)  # where no card has failed
@@ -378,7 +412,7 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
         seconds = part["time.notebook_s"].astype(float).dropna()
         first, names = part.iloc[0], sorted(set(part["model.name"]))
         hardware = "a CPU"
-        if not load.on_cpu(part):
+        if not evidence.on_cpu(part):
             hardware = f"{first['env.gpu']} ({first['env.gpu_mem_mib'] / 1024:.0f} GiB)"
         took = f"{number(seconds.median())} s ({number(seconds.min())}–{number(seconds.max())})"
         table.append({
@@ -388,7 +422,12 @@ def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
             "runs": str(len(part)),
             "one run": took if len(seconds) else MISSING,
         })  # fmt: skip
-    return f"{markdown(pd.DataFrame(table))}\n\n{say('groups')}"
+    said = (
+        "*One run*: the median of its seconds from a fresh process to the record (lowest–highest), "
+        "with imports, data and compilation; several runs of quality shared a GPU. – where runs "
+        "had no process of their own, or were timed in another way."
+    )
+    return f"{markdown(pd.DataFrame(table))}\n\n{said}"
 
 
 BLOCKS = {

@@ -18,8 +18,8 @@ from collections.abc import Iterable
 import numpy as np
 import pandas as pd
 
-from qa_lib.lab.report import load
-from qa_lib.lab.report.format import factor, number, say
+from qa_lib.lab.report import evidence
+from qa_lib.lab.report.format import factor, number
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.summary import average
 from qa_lib.spec.presets import Preset
@@ -33,6 +33,28 @@ KEYS = [*WHERE, "batch", "micro_batch"]  # what tells lines apart
 SPREADS = {
     "apart": r"parallel\.rank_step_ms\.\d+",
     "unbalanced": r"parallel\.rank_computing_ms\.\d+",
+}
+# What `scaling` averages over seeds: its name there -> the column of runs.
+MEASURES = {
+    "speed": "speed.samples_per_s",
+    "step_ms": "time.step_ms.median",
+    "gpu_busy": "speed.gpu_busy",
+    "busy_ms": "parallel.busy_ms",
+    "exposed_ms": "parallel.exposed_ms",
+    "allreduce_gbs": "parallel.allreduce_gbs",
+    "bubble": "parallel.bubble",
+    "bubble_formula": "parallel.bubble_formula",
+    "efficiency": "parallel.efficiency",
+    "goodput": "parallel.goodput",
+}
+# The same of `points`.
+POINT_MEASURES = {
+    "gib": "memory.peak_alloc_mib",
+    "speed": "speed.samples_per_s",
+    "tokens": "speed.tokens_per_s_padded",
+    "params": "memory.params_mib",
+    "grads": "memory.grads_mib",
+    "optimizer": "memory.optimizer_mib",
 }
 SIZES = ("length", "batch", "micro_batch")
 STRAIGHT = 0.05  # a fit that misses no point by more is a straight line
@@ -48,8 +70,8 @@ def one_gpu(variant: str) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """A group's runs that ended ok, averaged over seeds: a line for each of KEYS, in the order of the variants table.
 
-    Columns: KEYS, n, those of measures.csv (`speed`: samples/s of all GPUs) with intervals (`speed±`), peak_mib (of the
-    process with the most), apart (the share by which the median step of the slowest process is longer than that of the
+    Columns: KEYS, n, those of MEASURES (`speed`: samples/s of all GPUs) with intervals (`speed±`),
+    peak_mib (of the process with the most), apart (the share by which the median step of the slowest process is longer than that of the
     fastest), unbalanced (the same of how long a pipeline's processes compute in a step), waiting_ms (a step's
     milliseconds in which a GPU only communicates, or a pipeline's bubble; NaN where neither was measured), `strong`,
     `strong±`, `weak`, `weak±` (shares; ± over equal seeds where both variants have the same ones) and reference, the
@@ -62,9 +84,9 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
         part for _, part in done.groupby(["model", "precision", "length", "training"], dropna=False)
     ]
     done = max(alike, key=len, default=done)
-    if not load.is_parallel(done["spec.variant"]).any():
-        raise load.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
-    values = load.numbers(done, load.measures("scaling"))
+    if not evidence.is_parallel(done["spec.variant"]).any():
+        raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
+    values = evidence.numbers(done, MEASURES)
     values["peak_mib"] = done.filter(regex=f"^({PEAKS})$").astype(float).max(axis="columns")
     for name, pattern in SPREADS.items():
         of_ranks = done.filter(regex=f"^{pattern}$").astype(float)
@@ -76,7 +98,9 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
         .sort_index()
     )
     lines = average(values.drop(columns="code"), KEYS)
-    lines = load.in_order(lines.sort_index().reset_index().set_index("variant")).reset_index()
+    lines = evidence.in_table_order(
+        lines.sort_index().reset_index().set_index("variant")
+    ).reset_index()
     exposed = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = (lines["bubble"] * lines["step_ms"]).fillna(exposed)
     return lines.join(
@@ -119,7 +143,9 @@ def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None,
 def worded(text: str, runs: pd.DataFrame) -> str:
     """A text about GPUs: on a CPU, where each would be, is a process."""
     return (
-        text.replace("GPUs", "processes").replace("GPU", "process") if load.on_cpu(runs) else text
+        text.replace("GPUs", "processes").replace("GPU", "process")
+        if evidence.on_cpu(runs)
+        else text
     )
 
 
@@ -152,7 +178,7 @@ def speed_finding(lines: pd.DataFrame) -> str:
         )
     every = pd.concat(found.values())
     if every.empty:
-        raise load.NotMeasured(
+        raise evidence.NotMeasured(
             "no variant was run on one GPU and on several at one batch, or at one batch a GPU"
         )
     tried = every[every["variant"].isin(tagged("headline"))]
@@ -183,29 +209,26 @@ def projection(runs: pd.DataFrame) -> dict:
     lines = scaling(runs)
     sizes = common(lines, "weak")
     if not sizes:
-        raise load.NotMeasured("no variant has a speed on several GPUs beside its own on one")
+        raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
     line = at(lines, "weak", sizes[0]).sort_values(["world", "speed"]).iloc[-1]
     done = runs[runs["status"] == "ok"].rename(columns={"spec.variant": "variant"})
     own = done[(done[KEYS] == line[KEYS]).all(axis="columns")]
-    compile_s = load.numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
-    cold = bool(not load.found_compiled(own)[compile_s.idxmax()])
-    seconds = load.FULL_SAMPLES * load.FULL_EPOCHS / line["speed"] + compile_s.max()
+    compile_s = evidence.numbers(own, {"compile_s": "time.compile_s"})["compile_s"].fillna(0.0)
+    cold = bool(not evidence.found_compiled(own)[compile_s.idxmax()])
+    seconds = evidence.FULL_SAMPLES * evidence.FULL_EPOCHS / line["speed"] + compile_s.max()
     found = line[["variant", "world", "batch", "speed"]].to_dict()
     return found | {"seconds": seconds, "compile_s": compile_s.max(), "cold": cold}
 
 
 def projected_words(found: dict) -> str:
-    """`projection` as a sentence, with the arithmetic."""
+    """Return what `projection` returned as a sentence, with the arithmetic."""
     compiled = f" + {number(found['compile_s'])} s of compilation" if found["compile_s"] else ""
     compiled += "" if found["cold"] or not compiled else ", which found a part of the code compiled"
-    samples, seconds, speed = (
-        load.FULL_SAMPLES * load.FULL_EPOCHS,
-        number(found["seconds"]),
-        number(found["speed"]),
-    )
-    return say(
-        "projected",
-        **found | {"samples": samples, "seconds": seconds, "speed": speed, "compiled": compiled},
+    samples = evidence.FULL_SAMPLES * evidence.FULL_EPOCHS
+    return (
+        f"Three epochs of SQuAD v2 on {found['world']} GPUs would take "
+        f"{number(found['seconds'])} s with {found['variant']}, data and scoring not counted: "
+        f"{samples:,} samples ÷ {number(found['speed'])}/s{compiled}."
     )
 
 
@@ -223,7 +246,9 @@ def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
 def most_batches(logs: pd.DataFrame) -> pd.DataFrame:
     """Of logs those of the variant that was run at the most batches. Raises NotMeasured without logs."""
     if logs.empty:
-        raise load.NotMeasured("no run has a steps.jsonl of more than 100 steps beside its record")
+        raise evidence.NotMeasured(
+            "no run has a steps.jsonl of more than 100 steps beside its record"
+        )
     return logs[logs["variant"] == logs.groupby("variant")["batch"].nunique().idxmax()]
 
 
@@ -243,7 +268,7 @@ def noise_scales(logs: pd.DataFrame) -> pd.DataFrame:
         drop=True
     )  # noise may hide the gradient, and phi then is no number
     if found.empty:
-        raise load.NotMeasured("no log has a noise scale (phi)")
+        raise evidence.NotMeasured("no log has a noise scale (phi)")
     return found
 
 
@@ -270,7 +295,7 @@ def batch_worth(logs: pd.DataFrame) -> tuple[pd.DataFrame, float]:
     batch were not both run."""
     logs = most_batches(logs)
     if REFERENCE not in set(logs["batch"]) or logs["batch"].max() == REFERENCE:
-        raise load.NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
+        raise evidence.NotMeasured(f"no variant was run at batch {REFERENCE} and at a larger one")
     curves = [_smoothed(log) for log in logs["log"]]
     loss = max(curve.min() for curve in curves)
     last = [
@@ -300,9 +325,9 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     NotMeasured where there is none."""
     runs = runs.assign(predicted=predicted)[runs["status"].isin(["ok", "oom"])]
     if runs.empty:
-        raise load.NotMeasured("no run of these has ended ok or out of memory")
-    by_tokens = runs.reindex(columns=[load.BATCH_TOKENS])[load.BATCH_TOKENS].notna()
-    found = load.numbers(runs, load.measures("points") | {"predicted": "predicted"})
+        raise evidence.NotMeasured("no run of these has ended ok or out of memory")
+    by_tokens = runs.reindex(columns=[evidence.BATCH_TOKENS])[evidence.BATCH_TOKENS].notna()
+    found = evidence.numbers(runs, POINT_MEASURES | {"predicted": "predicted"})
     # A variant that pads to the longest of a batch peaks at one of full length; a packed one has what it computes.
     packed = found["tokens"] / found["speed"] * runs["micro_batch"]
     found["tokens"] = packed.where(
@@ -313,8 +338,10 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     found["oom"] = (runs["status"] == "oom").astype(float)
     batch = runs["batch"].mask(by_tokens | (runs["batch"] == runs["micro_batch"]), 0)
     keys = [runs["spec.variant"].rename("variant"), runs["length"], batch, runs["micro_batch"]]
-    found = average(found, keys).assign(code=runs.groupby(keys).apply(load.commits))
-    found = load.in_order(found.sort_index().reset_index().set_index("variant")).reset_index()
+    found = average(found, keys).assign(code=runs.groupby(keys).apply(evidence.commits))
+    found = evidence.in_table_order(
+        found.sort_index().reset_index().set_index("variant")
+    ).reset_index()
     return found.assign(oom=found["oom"] == 1)
 
 
@@ -324,12 +351,12 @@ def along(table: pd.DataFrame, size: str) -> tuple[str, pd.DataFrame]:
     others = [name for name in SIZES if name != size]
     groups = table.groupby(others)
     if not len(groups):
-        raise load.NotMeasured("the group has no runs of these variants")
+        raise evidence.NotMeasured("the group has no runs of these variants")
     values, part = max(
         groups, key=lambda group: (group[1][size].nunique(), len(group[1]), group[0])
     )
     if part[size].nunique() < 2:
-        raise load.NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
+        raise evidence.NotMeasured(f"no two runs differ in {size.replace('_', '-')} alone")
     given = zip(others, values, strict=True)
     return ", ".join(f"{name.replace('_', '-')} {value:,}" for name, value in given if value), part
 
@@ -359,11 +386,11 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
     others = [name for name, own in settings.items() if own.engine == Settings.engine]
     rivals = [name for name in settings if name not in others and settings[name].compile != "none"]
     if not rivals or not others:
-        raise load.NotMeasured(
+        raise evidence.NotMeasured(
             "no speed of both the visible loop and the Trainer with the compiler"
         )
     loop, rival = (speeds[chosen].max().idxmax() for chosen in (others, rivals))
     factors = (speeds[loop] / speeds[rival]).dropna()
     if factors.empty:
-        raise load.NotMeasured(f"{loop} and {rival} have no micro-batch in common")
+        raise evidence.NotMeasured(f"{loop} and {rival} have no micro-batch in common")
     return loop, rival, factors

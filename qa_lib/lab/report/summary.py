@@ -1,191 +1,265 @@
-"""From runs to lines: means over seeds with their intervals, ratios to the baseline, and these as tables of text.
+"""From runs to lines: means over seeds with their intervals, ratios to the baseline, and a table.
 
-`average` is the one place where seeds are averaged. `summary` uses it for a group's variants; scaling.py and the
-notebooks for what they compare. What was not measured is NaN.
+`average` is the one place where seeds are averaged. `summary` uses it for a group's variants;
+scaling.py and the notebooks use it for what they compare. What was not measured is NaN.
 """
 
 import math
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import pandas as pd
 
 from qa_lib.errors import printable
-from qa_lib.lab.report import format as forms
-from qa_lib.lab.report.load import (
+from qa_lib.lab.report.evidence import (
     AXES,
-    CARDS,
-    COLUMNS,
     TASK,
     baseline,
     found_compiled,
-    in_order,
-    measures,
+    in_table_order,
     numbers,
 )
+from qa_lib.lab.report.facts import cards
+from qa_lib.lab.report.format import MISSING, count, gain, number, percent, points
 from qa_lib.lab.report.stats import interval
+from qa_lib.lab.report.tables import Column, render
 from qa_lib.spec.variants import BASELINES, VARIANTS
 
-HEADINGS = COLUMNS.set_index("heading")
-DATA_SHEET_TFLOPS = CARDS.dropna(subset="gpu").set_index("gpu")["tflops"]
+# What `summary` averages over seeds: its name there -> the column of runs.
+MEASURES = {
+    "samples_per_s": "speed.samples_per_s",
+    "tokens_per_s": "speed.tokens_per_s",
+    "data_ms": "time.data_ms",
+    "step_ms": "time.step_ms.median",
+    "step_p10_ms": "time.step_ms.p10",
+    "step_p90_ms": "time.step_ms.p90",
+    "busy": "speed.gpu_busy",
+    "gemm_utilization": "speed.gemm_utilization",
+    "joules": "energy.joules_per_sample",
+    "peak_mib": "memory.peak_alloc_mib",
+    "reserved_mib": "memory.peak_reserved_mib",
+    "trainable": "model.params_trainable",
+    "compile_s": "time.compile_s",
+    "wall_s": "time.wall_s",
+}
+
+# PyTorch's name of a card -> the TFLOP/s of its data sheet, which MFU is a share of.
+DATA_SHEET_TFLOPS = cards().dropna(subset="gpu").set_index("gpu")["tflops"]
+
+NOTE_LETTERS = 140  # of a run's error in a table, at most
 
 
 def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
-    """The mean over seeds of each column of `values`, with half its interval as `<name>±`, and n, how many there are;
-    indexed by `keys`, columns (as groupby takes them) that tell lines apart."""
+    """Return the mean over seeds of each column of `values`, half its interval as `NAME±`, and n.
+
+    `keys` tell lines apart, and index the result: names of columns or index levels, or Series, as
+    groupby takes them. n is the number of rows behind a line.
+    """
     groups = values.groupby(list(keys), dropna=False, sort=False)
     return groups.mean().join(interval(groups).add_suffix("±")).assign(n=groups.size())
 
 
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
-    """A group's runs, averaged over seeds: a line for each variant and value of the AXES, in the order of the variants
-    table.
+    """Return a group's runs averaged over seeds: a line for each variant and value of the AXES.
 
-    Columns: AXES, TASK, variant, family, change, status, note, n (runs that ended ok) and, over these, those of
-    measures.csv, mfu and `score` with their intervals (`<name>±`). Against the baseline under the same values: ratio,
-    of samples/s, with `ratio±` over equal seeds where the baseline has all of them; delta, the score minus the
-    baseline's, with `delta±` over the seeds that both have; break_even (optimizer steps after which compilation is made
-    up for; inf: never).
+    Lines are in the order of the variants table. Columns:
+
+    - variant, AXES, TASK, family, change, status, note
+    - n: runs that ended ok; the columns below are means over them
+    - those of MEASURES, mfu and score, each with its interval `NAME±`
+    - ratio: samples/s over the baseline's under the same values of the AXES, with `ratio±` where
+      the baseline has run with all of the line's seeds
+    - delta: the score minus the baseline's over the seeds that both have, with `delta±`
+    - warm_compile_s: the longest compilation of the runs that found code compiled
+    - break_even: optimizer steps after which compilation is made up for, inf if never
     """
     runs = runs.assign(
-        cell=runs.groupby([*AXES], dropna=False).ngroup(), variant=runs["spec.variant"]
+        # numbers the values of the axes, among which nothing is compared
+        cell=runs.groupby([*AXES], dropna=False).ngroup(),
+        variant=runs["spec.variant"],
     )
-    done = runs[runs["status"] == "ok"]
-    values = _measured(done).set_index(
-        pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]])
-    )
-    base = values[values.index.get_level_values("variant") == baseline(runs)].droplevel("variant")
+    measured = _averaged(runs[runs["status"] == "ok"], baseline(runs))
+    lines = _described(runs).join(measured).fillna({"n": 0}).astype({"n": int})
+    lines = in_table_order(lines.reset_index("cell")).sort_values("cell", kind="stable")
+    return lines.drop(columns="cell").reset_index()
+
+
+def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
+    """Return the columns of `summary` that are numbers, indexed by cell and variant."""
+    keys = pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]])
+    values = _measured(done).set_index(keys)
+    is_base = values.index.get_level_values("variant") == base_name
+    base = values[is_base].droplevel("variant")
+
     same_seed = base.reindex(values.index.droplevel("variant")).set_axis(values.index)
     values["delta"] = values["score"] - same_seed["score"]
     values["ratio"] = values["samples_per_s"] / same_seed["samples_per_s"]
     values["paired"] = values.index.droplevel("variant").isin(base.index).astype(float)
+
     lines = average(values, ["cell", "variant"])
-    of_base = average(base, ["cell"]).reindex(lines.index, level="cell")
-    lines["ratio"] = lines["samples_per_s"] / of_base["samples_per_s"]
+    base_lines = average(base, ["cell"]).reindex(lines.index, level="cell")
+    # A ratio is of the means of all seeds, and its interval of ratios of equal seeds.
+    lines["ratio"] = lines["samples_per_s"] / base_lines["samples_per_s"]
     lines["ratio±"] = lines["ratio±"].where(lines["paired"] == 1)
-    lines["warm_compile_s"] = (
-        values["warm_compile_s"].groupby(level=["cell", "variant"]).max()
-    )  # without a cache
-    lines.loc[lines.index.get_level_values("variant") == baseline(runs), ["ratio±", "delta±"]] = (
-        math.nan
-    )
-    saved = (of_base["step_ms"] - lines["step_ms"]) / 1e3
-    lines["break_even"] = (
-        (lines["compile_s"] / saved).mask(saved <= 0, math.inf).where(lines["compile_s"].notna())
-    )
-    found = (
-        _described(runs)
-        .join(lines.drop(columns=["paired", "paired±"]))
-        .fillna({"n": 0})
-        .astype({"n": int})
-    )
-    found = in_order(found.reset_index("cell")).sort_values("cell", kind="stable")
-    return found.drop(columns="cell").reset_index()
+    is_base_line = lines.index.get_level_values("variant") == base_name
+    lines.loc[is_base_line, ["ratio±", "delta±"]] = math.nan
+
+    # The longest one found the least compiled.
+    warm_compile_s = values["warm_compile_s"].groupby(level=["cell", "variant"]).max()
+    lines["warm_compile_s"] = warm_compile_s
+    saved_s = (base_lines["step_ms"] - lines["step_ms"]) / 1e3
+    break_even = (lines["compile_s"] / saved_s).mask(saved_s <= 0, math.inf)
+    lines["break_even"] = break_even.where(lines["compile_s"].notna())
+    return lines.drop(columns=["paired", "paired±"])
 
 
 def _measured(runs: pd.DataFrame) -> pd.DataFrame:
-    """What measures.csv has, score and mfu of runs that ended ok. compile_s is of those that found nothing compiled
-    (what an earlier run has compiled is not this one's price), warm_compile_s of the others; a resumed run timed only
-    its last part."""
+    """Return MEASURES, score, mfu and warm_compile_s of runs that ended ok, a row for each.
+
+    What an earlier run has compiled is not this one's price: compile_s is of runs that found
+    nothing compiled, and warm_compile_s of the others. A resumed run timed only its last part, and
+    has neither, nor wall_s.
+    """
     metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
-    values = numbers(runs, measures("summary") | {"score": metric})
-    peak = (
-        runs["env.gpu"]
-        .map(DATA_SHEET_TFLOPS)
-        .astype(float)
-        .where(runs["spec.settings.precision"] != "fp32")
-    )
-    values["mfu"] = (
-        values["gemm_utilization"] * runs["speed.gemm_tflops_measured"].astype(float) / peak
-    )
+    values = numbers(runs, MEASURES | {"score": metric})
+    peak_tflops = runs["env.gpu"].map(DATA_SHEET_TFLOPS).astype(float)
+    # The data sheet's number is of 16-bit types.
+    peak_tflops = peak_tflops.where(runs["spec.settings.precision"] != "fp32")
+    gemm_tflops = runs["speed.gemm_tflops_measured"].astype(float)
+    values["mfu"] = values["gemm_utilization"] * gemm_tflops / peak_tflops
     values.loc[runs["time.resumed_from_step"].notna(), ["compile_s", "wall_s"]] = math.nan
-    cached = found_compiled(runs)
-    values["warm_compile_s"] = values["compile_s"].where(cached)
-    values["compile_s"] = values["compile_s"].mask(cached)
+    is_warm = found_compiled(runs)
+    values["warm_compile_s"] = values["compile_s"].where(is_warm)
+    values["compile_s"] = values["compile_s"].mask(is_warm)
     return values
 
 
 def _described(runs: pd.DataFrame) -> pd.DataFrame:
-    """The columns of lines that are words, and AXES and TASK; indexed by cell and variant."""
+    """Return the words of `summary`, AXES and TASK, indexed by cell and variant."""
     keys = ["cell", "variant"]
-    found = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
+    described = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
     parts = [part for _, part in runs.groupby(keys, sort=False)]
-    names = found.index.get_level_values("variant")
-    states = [part["status"].value_counts(sort=False) for part in parts]
-    status = [
-        n.index[0] if len(n) == 1 else ", ".join(f"{n[name]} {name}" for name in n.index)
-        for n in states
-    ]
-    return found.assign(
-        family=names.str[0], change=names.map(change), status=status, note=list(map(_note, parts))
+    names = described.index.get_level_values("variant")
+    return described.assign(
+        family=names.str[0],
+        change=names.map(change),
+        status=[_status(part) for part in parts],
+        note=[_note(part) for part in parts],
     )
+
+
+def _status(runs: pd.DataFrame) -> str:
+    """Return how a variant's runs ended: 'ok' where all did, else '2 ok, 1 error'."""
+    counts = runs["status"].value_counts(sort=False)
+    if len(counts) == 1:
+        return counts.index[0]
+    return ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 def _note(runs: pd.DataFrame) -> str:
-    """Why a variant's runs did not end ok, and which were resumed."""
-    said = runs["status"] + ": " + runs["error.message"].astype(object).fillna("not finished")
-    said = said.map(lambda text: textwrap.shorten(printable(text), 140, placeholder=" …"))
-    resumed = "resumed at step {:.0f}, so no time of the whole run"
-    resumed = runs["time.resumed_from_step"].map(resumed.format, na_action="ignore")
-    seeds_of = (
-        runs["spec.seed"]
-        .map(str)
-        .groupby(said.where(runs["status"] != "ok", resumed), sort=False)
-        .agg(list)
-    )
-    notes = [
-        text if len(seeds) == len(runs) else f"seed {', '.join(seeds)} {text}"
-        for text, seeds in seeds_of.items()
-    ]
+    """Return why some of a variant's runs did not end ok, and which were resumed."""
+    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
+    seeds_of: dict[str, list[str]] = {}
+    for status, message, resumed, seed in runs[columns].itertuples(index=False, name=None):
+        if status != "ok":
+            text = f"{status}: {'not finished' if pd.isna(message) else message}"
+            text = textwrap.shorten(printable(text), NOTE_LETTERS, placeholder=" …")
+        elif pd.notna(resumed):
+            text = f"resumed at step {resumed:.0f}, so no time of the whole run"
+        else:
+            continue
+        seeds_of.setdefault(text, []).append(str(seed))
+    notes = []
+    for text, seeds in seeds_of.items():
+        is_of_all = len(seeds) == len(runs)
+        notes.append(text if is_of_all else f"seed {', '.join(seeds)} {text}")
     return "; ".join(notes)
 
 
 def change(variant: str, ancestor: str | None = None) -> str:
-    """What a variant changes, as its parent and the one setting: 'A1 + attention: sdpa'. Where an earlier `ancestor` is
-    given, as that and every setting between them."""
+    """Return what a variant changes, as its parent and the one setting: 'A1 + attention: sdpa'.
+
+    Where an earlier `ancestor` is given, the text is that and every setting between them. It is
+    'baseline' for a variant without a parent, and '–' for one that is unknown.
+    """
     found = VARIANTS.get(variant)
-    if found is None or found.parent is None:
-        return forms.MISSING if found is None else "baseline"
-    changed = dict(found.change)
+    if found is None:
+        return MISSING
+    if found.parent is None:
+        return "baseline"
     ancestor = ancestor or found.parent
+    changed = dict(found.change)
     while found.parent != ancestor:
         found = VARIANTS[found.parent]
         changed = found.change | changed  # what a later variant sets counts
     before = VARIANTS[ancestor].settings
-    said = [f"{key}: {value}" for key, value in changed.items() if value != getattr(before, key)]
-    said = " + ".join([ancestor, *said])
-    return f"baseline ({said})" if variant in BASELINES.values() else said
+    parts = [ancestor]
+    for setting, value in changed.items():
+        if value != getattr(before, setting):
+            parts.append(f"{setting}: {value}")
+    text = " + ".join(parts)
+    return f"baseline ({text})" if variant in BASELINES.values() else text
 
 
-def result_table(lines: pd.DataFrame, headings: Iterable[str] = HEADINGS.index) -> pd.DataFrame:
-    """`summary` as text under these headings of columns.csv; without those that say nothing: no value, an axis at one,
-    all ok."""
-    constant = [label for name, label in AXES.items() if lines[name].nunique(dropna=False) == 1]
-    constant += ["status"] if lines["status"].eq("ok").all() else []
-    step, low, high = (
-        lines[name].map(forms.number) for name in ("step_ms", "step_p10_ms", "step_p90_ms")
-    )
-    lines = lines.assign(
-        step=(step + " [" + low + "–" + high + "]").where(step != forms.MISSING, forms.MISSING),
+def columns(score: str, base: str) -> list[Column]:
+    """Return the columns that `result_table` can show, in a table's order.
+
+    `score` is the name of the task's score, and `base` the baseline.
+    """
+    return [
+        Column("variant"),
+        Column("change", "what it changes"),
+        *(Column(name, heading) for name, heading in AXES.items()),
+        Column("status"),
+        Column("n"),
+        Column("samples_per_s", "samples/s"),
+        Column("tokens_per_s", "tokens/s"),
+        Column("ratio", f"× {base}"),
+        Column("step", "step ms [p10–p90]"),
+        Column("waits", "waits for data, at most", percent),
+        Column("busy", "GPU busy", percent, interval=False),
+        Column("gemm_utilization", "GEMM utilization", percent, interval=False),
+        Column("mfu", "MFU", percent, interval=False),
+        Column("peak_mib", "peak MiB", interval=False),
+        Column("joules", "J/sample", interval=False),
+        Column("score", score, points),
+        Column("delta", f"Δ{score} vs {base}", gain),
+        Column("trainable", "trainable", count, interval=False),
+        Column("compile_s", "compile s", interval=False),
+        Column("break_even", "break-even step"),
+        Column("wall_s", "wall s", interval=False),
+        Column("note"),
+    ]
+
+
+def result_table(lines: pd.DataFrame, names: Sequence[str] = ()) -> pd.DataFrame:
+    """Return lines of `summary` as a table of text with the columns of these names, or with all.
+
+    The names are those of `columns`. Columns that say nothing are left out: no value, an axis with
+    one value, a status that is ok throughout.
+    """
+    constant = [name for name in AXES if lines[name].nunique(dropna=False) == 1]
+    if lines["status"].eq("ok").all():
+        constant.append("status")
+    is_language_model = lines["task.name"] == "lm"
+    shown = lines.assign(
+        step=_step_text(lines),
         waits=lines["data_ms"] / lines["step_ms"],
-        tokens_per_s=lines["tokens_per_s"].where(
-            lines["task.name"] == "lm"
-        ),  # of questions, half are padding
-        break_even=lines["break_even"].map(forms.number).replace("inf", "never"),
-        note=lines["note"].replace("", forms.MISSING),
+        # half of the tokens of questions are padding
+        tokens_per_s=lines["tokens_per_s"].where(is_language_model),
+        break_even=lines["break_even"].map(number).replace("inf", "never"),
+        note=lines["note"].replace("", MISSING),
     )
-    table = {}
-    for heading in (heading for heading in headings if heading not in constant):
-        column = HEADINGS.loc[heading]
-        name, plain = (
-            column["name"],
-            forms.number if pd.api.types.is_float_dtype(lines[column["name"]]) else str,
-        )
-        form = getattr(forms, str(column["form"]), plain)
-        table[heading] = (
-            forms.written(form, lines, name)
-            if column["kind"] == "±"
-            else list(lines[name].map(form))
-        )
-    names = {"score": lines["task.label"].iloc[0], "base": baseline(lines)}
-    return forms.compact(pd.DataFrame(table)).rename(columns=lambda name: name.format(**names))
+    known = {
+        column.name: column for column in columns(lines["task.label"].iloc[0], baseline(lines))
+    }
+    chosen = names or list(known)
+    return render(shown, [known[name] for name in chosen if name not in constant])
+
+
+def _step_text(lines: pd.DataFrame) -> pd.Series:
+    """Return a step's milliseconds as 'MEDIAN [P10–P90]'."""
+    median = lines["step_ms"].map(number)
+    low = lines["step_p10_ms"].map(number)
+    high = lines["step_p90_ms"].map(number)
+    return (median + " [" + low + "–" + high + "]").where(median != MISSING, MISSING)

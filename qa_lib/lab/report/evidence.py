@@ -1,0 +1,423 @@
+"""The evidence of the report: run records as one DataFrame, and the runs that a number rests on.
+
+`load_runs` reads records; each row of its DataFrame is a run, each column a value named by its path
+in the record ('speed.samples_per_s'). `select` takes the runs of one group that count. The other
+functions choose which runs speak for a group where its own do not suffice (`judging_runs`), and
+which of them may be compared (`usual_conditions`).
+
+The runs of a group share hardware, preset, task and data. What may differ among them, beside the
+variant and the seed, is an axis (AXES). Ratios hold only between runs that agree in every axis.
+"""
+
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+
+from qa_lib.errors import UserError
+from qa_lib.records.archive import Run, read_runs, say_left_out
+from qa_lib.spec.variants import BASELINES, TASKS, VARIANTS
+
+# The group that README.md and the advice for a card speak of, where it has records.
+REFERENCE = TASKS["qa"]["reference"]
+
+# Columns of the DataFrame that have names of their own here.
+TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
+LENGTH = "spec.preset.max_length"
+MICRO_BATCH = "spec.settings.micro_batch"
+EPOCHS = "spec.preset.epochs"
+RATE = "spec.preset.learning_rate"
+BATCH = "spec.preset.effective_batch"
+BATCH_TOKENS = "spec.preset.batch_tokens"
+
+# What may differ within a group: columns that `with_axes` adds -> their headings in tables.
+AXES = {
+    "model": "model",
+    "world": "world size",
+    "stages": "stages",
+    "batch": "effective batch",
+    "precision": "precision",
+    "length": "length",
+    "training": "training",
+    "micro_batch": "micro-batch",
+}
+
+# Beginnings of the columns that must be equal within a group, or ratios would compare different
+# work.
+IDENTITY = (
+    "spec.hardware",
+    "spec.preset.",
+    "spec.search",
+    "spec.sm",
+    "data.name",
+    "data.sha256",
+    "task.name",
+    "task.metric",
+)
+# Columns that begin so and may differ, since an axis holds them. The stride follows from the
+# length, and an answer's length from tokenizer and data where a preset does not ask for one.
+OF_AXES = (
+    LENGTH,
+    "spec.preset.stride",
+    EPOCHS,
+    RATE,
+    BATCH,
+    BATCH_TOKENS,
+    "spec.preset.max_answer_length",
+)
+
+# A full training: SQuAD v2's training questions make so many samples at length 384 and stride 128,
+# and are seen for so many epochs.
+FULL_SAMPLES = 131_754
+FULL_EPOCHS = 3
+
+# A run that compiled for less found its code compiled by an earlier run of the same process.
+COLD_COMPILE_S = 1.0
+
+
+class ReportError(UserError):
+    """A report that cannot be made from these records; the message names group, file or variant."""
+
+
+class NotMeasured(ReportError):
+    """No record holds what a figure or sentence shows; the message says what is missing and why."""
+
+
+# Loading.
+
+
+def load_runs(
+    runs: str | Path = "runs", left_out: Callable[..., None] = say_left_out
+) -> pd.DataFrame:
+    """Return every record below the folder `runs` (see `as_frame`), sorted by group and run.
+
+    A record that cannot be trusted is left out, and `left_out` is told of it (see `read_runs`).
+    """
+    return as_frame(read_runs(runs, left_out=left_out))
+
+
+def as_frame(runs: list[Run]) -> pd.DataFrame:
+    """Return a DataFrame with a row for each run.
+
+    Columns: each value of the record by its path, `run` (the archive.Run itself), and AXES.
+    """
+    if not runs:
+        return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
+    return with_axes(pd.json_normalize([run.record for run in runs]).assign(run=runs))
+
+
+def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return runs with the columns of AXES.
+
+    - model: its name with its revision, or with its size where nothing is scored
+    - world: the number of processes that trained
+    - stages: pipeline stages, 1 without a pipeline
+    - batch: the effective batch in samples, 0 where a step is one micro-batch
+    - precision: 'own' unless another than the variant's was asked for
+    - length: tokens of a sample at most
+    - training: for example '3 epochs at 0.0002'
+    - micro_batch: samples in a forward pass
+    """
+    parallel = numbers(runs, {"world": "parallel.world", "stages": "spec.stages"})
+    return runs.assign(
+        model=_model_axis(runs),
+        world=parallel["world"].fillna(runs["spec.world"]).astype(int),
+        stages=parallel["stages"].fillna(1).astype(int),
+        batch=_batch_axis(runs),
+        precision=_precision_axis(runs),
+        length=runs[LENGTH],
+        training=_training_axis(runs),
+        micro_batch=runs[MICRO_BATCH],
+    )
+
+
+def _model_axis(runs: pd.DataFrame) -> pd.Series:
+    """Return each run's model as 'NAME REVISION', or as 'NAME PARAMETERS' where nothing is scored.
+
+    A speed depends on a model's size and not on its weights, so that runs without a score may be
+    compared across revisions. The size is the smallest of the revision, since adapters come on top.
+    """
+    params_total = runs["model.params_total"].astype(float)
+    of_revision = params_total.groupby([runs["model.name"], runs["model.revision"]])
+    params = of_revision.transform("min")
+    revision = runs["model.revision"].str[:7]
+    size = params.map("of {:,.0f}".format)
+    is_scored = runs["spec.preset.quality"]
+    return runs["model.name"] + " " + revision.where(is_scored | params.isna(), size)
+
+
+def _batch_axis(runs: pd.DataFrame) -> pd.Series:
+    """Return the samples of an optimizer step, 0 where a step is one micro-batch.
+
+    A batch that was asked for in tokens counts as that many tokens over the length of a sample.
+    """
+    asked = numbers(runs, {"tokens": BATCH_TOKENS, "samples": BATCH})
+    of_tokens = asked["tokens"] // runs[LENGTH]
+    return of_tokens.fillna(asked["samples"]).fillna(0).astype(int)
+
+
+def _precision_axis(runs: pd.DataFrame) -> pd.Series:
+    """Return the precision that was asked for instead of the variant's, 'own' without such."""
+    precisions = {name: variant.settings.precision for name, variant in VARIANTS.items()}
+    of_variant = runs["spec.variant"].map(precisions)
+    asked = runs["spec.settings.precision"]
+    return asked.where(of_variant.notna() & (asked != of_variant), "own")
+
+
+def _training_axis(runs: pd.DataFrame) -> pd.Series:
+    """Return epochs and learning rate as '3 epochs at 0.0002', without epochs where steps count."""
+    epochs = runs[EPOCHS].map("{:g} epochs at ".format, na_action="ignore")
+    epochs = epochs.replace("1 epochs at ", "1 epoch at ")
+    return epochs.fillna("") + runs[RATE].map("{:g}".format)
+
+
+def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
+    """Return columns of runs as floats under new names, {new name: column}.
+
+    A column that no record has is NaN.
+    """
+    found = runs.reindex(columns=list(columns.values()))
+    return found.set_axis(list(columns), axis=1).astype(float)
+
+
+# Which runs count.
+
+
+def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return the runs of one group that count, sorted by when they began.
+
+    Of each variant, seed, data and value of the axes the newest run that ended ok counts, or the
+    newest of all where none did. Runs that did not end ok are left out where they differ in
+    IDENTITY from those that did, for example by their data.
+
+    Raises NotMeasured for a group without records.
+    Raises ReportError for one whose runs differ in what they should share.
+    """
+    chosen = runs[runs["group"] == group]
+    if chosen.empty:
+        known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
+        raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
+    chosen = chosen.assign(done=chosen["status"] == "ok")
+    chosen = chosen.sort_values(["done", "time.started", "run_id"])
+    what_is_repeated = ["spec.variant", "spec.seed", "data.sha256", *AXES]
+    chosen = chosen.drop_duplicates(what_is_repeated, keep="last")
+    compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
+    shared = [name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES]
+    for column in shared:
+        _check_equal(compared, column, group)
+        chosen = chosen[chosen[column].isin(compared[column])]
+    return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
+
+
+def _check_equal(runs: pd.DataFrame, column: str, group: str) -> None:
+    """Raise ReportError if a column differs among runs of a group, which are sorted by age."""
+    is_as_the_oldest = runs[column].isin(runs[column].head(1))
+    if is_as_the_oldest.all():
+        return
+    old = runs[is_as_the_oldest]
+    new = runs[~is_as_the_oldest].iloc[0]
+    raise ReportError(
+        f"group {group!r} mixes runs that cannot be compared: {column} is {new[column]!r} in "
+        f"{new['run_id']}, and {old[column].iloc[0]!r} in the older {', '.join(old['run_id'])}; "
+        "move their folders or lines away"
+    )
+
+
+def select_or_none(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return what `select` does, and no runs for a group without records."""
+    if (runs["group"] == group).any():
+        return select(runs, group)
+    return runs[:0]
+
+
+def own_or_all(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs that lie in folders, which are the user's own; all runs where none does."""
+    is_own = [run.folder is not None for run in runs["run"]] if len(runs) else []
+    return runs[is_own] if any(is_own) else runs
+
+
+def groups_by_age(runs: pd.DataFrame) -> list[str]:
+    """Return the groups in the order in which their latest runs began, the newest last.
+
+    Groups of a search are left out.
+    """
+    if runs.empty:
+        return []
+    began = runs.groupby("group")["time.started"].max()
+    return list(began.drop(list(search_groups(runs))).sort_values().index)
+
+
+def search_groups(runs: pd.DataFrame) -> set[str]:
+    """Return the groups of a search (`max-batch`, `tune`), whose variants are not compared."""
+    if runs.empty:
+        return set()
+    return set(runs.loc[runs["spec.search"] != "", "group"])
+
+
+def committed_groups(runs_dir: Path) -> list[str]:
+    """Return the archived groups of a folder that git tracks, the only ones README.md may quote.
+
+    Raises ReportError without git.
+    """
+    command = ["git", "-C", str(runs_dir), "ls-files", "-z", "--", "*.jsonl"]
+    try:
+        listed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    except (OSError, subprocess.SubprocessError) as problem:
+        raise ReportError(
+            f"cannot ask git which groups of {runs_dir} are committed: {problem}"
+        ) from problem
+    return sorted(Path(name).stem for name in listed.stdout.split("\0") if name)
+
+
+# Which runs speak for a group.
+
+
+def runs_at_preset(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
+    """Return the runs that count at a preset on the hardware of a group, empty where none are.
+
+    They may be of another task than the group's. Tries of a search never count, since each has
+    settings of its own.
+    """
+    hardware = runs.loc[runs["group"] == group, "spec.hardware"]
+    found = _outside_searches(runs, preset)
+    found = found[found["spec.hardware"].isin(hardware)]
+    if found.empty:
+        return found
+    return select(found, found["group"].iloc[0])
+
+
+def nearest_runs_at_preset(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
+    """Return the runs that count at a preset on the nearest hardware that has any, else none.
+
+    The hardware of the group comes first, then that of the reference group, then that of the group
+    with the most runs at the preset. Other groups than the given one count only where their
+    baseline has run, since all ratios are to it.
+    """
+    is_baseline = runs["spec.variant"].isin(BASELINES.values())
+    has_baseline = is_baseline.groupby(runs["group"]).transform("any")
+    usable = runs[has_baseline | (runs["group"] == group)]
+    for near in (group, REFERENCE):
+        found = runs_at_preset(usable, near, preset)
+        if len(found):
+            return found
+    elsewhere = _outside_searches(usable, preset)
+    if elsewhere.empty:
+        return elsewhere
+    return select(elsewhere, elsewhere["group"].mode()[0])
+
+
+def _outside_searches(runs: pd.DataFrame, preset: str) -> pd.DataFrame:
+    """Return the runs at a preset that are no tries of a search."""
+    return runs[(runs["spec.preset.name"] == preset) & (runs["spec.search"] == "")]
+
+
+def judging_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return the runs whose scores say what the variants of a group are worth.
+
+    These are runs of the group's task at preset `quality`, which trains long enough for a score
+    that means something: on the same hardware, and where the group has no score of its own, on
+    other hardware too, as any score is better than none. Without such runs they are the group's
+    own.
+    """
+    own = select(runs, group)
+    of_task = runs[runs["task.name"] == own["task.name"].iloc[0]]
+    score = numbers(own, {"score": f"quality.{own['task.metric'].iloc[0]}"})["score"]
+    if score.notna().any():
+        found = runs_at_preset(of_task, group, "quality")
+    else:
+        found = nearest_runs_at_preset(of_task, group, "quality")
+    return own if found.empty else found
+
+
+# Which runs may be compared.
+
+
+def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the largest part of some runs, or lines of `summary`, that agree in all axes but the
+    micro-batch.
+
+    The micro-batch may differ, since it changes speed and memory alone, and readers choose it.
+    """
+    axes = [name for name in AXES if name in table and name != "micro_batch"]
+    parts = [part for _, part in table.groupby(axes, dropna=False)]
+    return max(parts, key=len, default=table)
+
+
+def largest_micro_batch(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs or lines of the usual conditions at the largest micro-batch, which keeps the
+    GPU busiest."""
+    usual = usual_conditions(table)
+    return usual[usual["micro_batch"] == usual["micro_batch"].max()]
+
+
+def found_compiled(runs: pd.DataFrame) -> pd.Series:
+    """Return which runs found code that an earlier one had compiled, as booleans.
+
+    The compiler's cache says so, or compiling took less than COLD_COMPILE_S, since an earlier run
+    of the same process had done it.
+    """
+    told = runs.reindex(columns=["time.compile_cached", "time.compile_s"])
+    was_cached = told["time.compile_cached"].eq(True)
+    return was_cached | (told["time.compile_s"].astype(float) < COLD_COMPILE_S)
+
+
+def timed_on_other_days(runs: pd.DataFrame) -> list[str]:
+    """Return the variants all of whose timed runs are of other code than the baseline's.
+
+    Such runs are of another day, and perhaps of a host that launches kernels faster or slower.
+    """
+    timed = runs[runs["speed.samples_per_s"].notna()]
+    code_of_baseline = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
+    if code_of_baseline.empty:
+        return []
+    is_same_code = timed["code.commit"].isin(code_of_baseline)
+    together = is_same_code.groupby(timed["spec.variant"]).any()
+    return [name for name in VARIANTS if name in together.index and not together[name]]
+
+
+def on_cpu(runs: pd.DataFrame) -> bool:
+    """Return whether a group's runs had no GPU."""
+    return len(runs) > 0 and bool(runs["spec.hardware"].eq("cpu").all())
+
+
+def baseline(table: pd.DataFrame) -> str:
+    """Return the variant that ratios and differences of runs or lines refer to: their task's."""
+    task = table["task.name"].iloc[0] if len(table) else "qa"
+    return BASELINES.get(task, BASELINES["qa"])
+
+
+def is_parallel(variants: pd.Series) -> pd.Series:
+    """Return which variants are for several processes.
+
+    They are compared with their like on one GPU (see `scaling.one_gpu`).
+    """
+    parallel = {name: variant.settings.parallel for name, variant in VARIANTS.items()}
+    return variants.isin(VARIANTS) & (variants.map(parallel) != "none")
+
+
+def trains_all(variants: pd.Series) -> pd.Series:
+    """Return which variants train every parameter."""
+    trainable = {name: variant.settings.trainable for name, variant in VARIANTS.items()}
+    return variants.map(trainable) == "all"
+
+
+# Order and code.
+
+
+def table_order(names: pd.Index | pd.Series) -> pd.Index | pd.Series:
+    """Return the key that sorts names of variants as the variants table has them, unknown last."""
+    places = {name: place for place, name in enumerate(VARIANTS)}
+    return names.map(lambda name: (places.get(name, len(places)), name))
+
+
+def in_table_order(table: pd.DataFrame) -> pd.DataFrame:
+    """Return a table that is indexed by variant in the order of the variants table."""
+    return table.sort_index(key=table_order, kind="stable")
+
+
+def commits(runs: pd.DataFrame) -> str:
+    """Return the versions of the code that runs are of: 'a1b2c3d, e4f5a6b with changes'."""
+    names = runs["code.commit"].fillna("unknown").str[:7]
+    is_changed = runs["code.dirty"].eq(True)
+    return ", ".join(sorted(set(names.mask(is_changed, names + " with changes"))))
