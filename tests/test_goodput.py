@@ -7,7 +7,7 @@ import torch
 from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.record import Noise
 from qa_lib.spec.variants import Settings
-from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
+from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
 from qa_lib.train.parallel import zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -39,7 +39,7 @@ def squares(processes: int, samples: int, steps: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("processes", "samples"), [(2, 16), (4, 8), (8, 1)])
 def test_the_noise_scale_is_found_whatever_the_processes(processes, samples):
-    found = noise(*squares(processes, samples, 5000), processes, samples)
+    found = noise_from_norms(*squares(processes, samples, 5000), processes, samples)
     assert found.sqr == pytest.approx(LENGTH**2, rel=0.02)
     assert found.var / found.sqr == pytest.approx(PHI, rel=0.04)
 
@@ -74,7 +74,7 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(ranks):
     first, _ = one_step(OneBucketDDP, ProcessGroup(torch.device("cpu")), micro_batches[:1])
     weight = 1 - SMOOTHING ** (8 / REFERENCE)
     torch.testing.assert_close(ranks.stats.norms, weight * torch.stack([first, whole]))
-    expected = noise(float(first), float(whole), 4, 2)
+    expected = noise_from_norms(float(first), float(whole), 4, 2)
     assert (found.sqr, found.var, found.steps) == (
         pytest.approx(expected.sqr),
         pytest.approx(expected.var),
@@ -90,7 +90,7 @@ def test_the_means_reach_back_over_as_many_features_whatever_the_batch(batch, ra
     for norms in [old] * steps + [new] * steps:
         ranks.stats.note_norms(*norms)
     share = 1 / (1 + np.exp(-1))
-    expected = noise(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
+    expected = noise_from_norms(*(share * new + (1 - share) * old).tolist(), 4, batch // 4)
     found = ranks.stats.noise(2 * steps)
     assert (found.sqr, found.var) == pytest.approx((expected.sqr, expected.var), rel=0.01)
 

@@ -122,7 +122,7 @@ def fused_add_norm(
 
 
 def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
-    """Do what fused_add_norm does in plain PyTorch."""
+    """Return what fused_add_norm returns, by plain PyTorch."""
     x = x + bias
     if dropout:
         x = hash_dropout(x, seed, dropout)

@@ -59,7 +59,7 @@ def linear_cross_entropy(
 
 
 def reference(hidden, weight, targets):
-    """Do what linear_cross_entropy does in plain PyTorch."""
+    """Return what linear_cross_entropy returns, by plain PyTorch."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORED)
 
@@ -81,22 +81,25 @@ def _loss(
     total = hidden.new_empty((), dtype=torch.float32)
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     hidden_grad = torch.empty_like(hidden)
-    grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2) if in_fp8 else None
-    if is_fake(hidden):  # there is nothing to multiply, and the kernel is compiled
+    grads8 = None
+    if in_fp8:
+        grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2)
+    if is_fake(hidden):
+        # There is nothing to multiply, and the kernel is compiled.
         logits = hidden.new_empty(PART, words)
         _losses_and_grads(logits, grads8, targets, total, losses)
         return total, hidden_grad, torch.empty_like(weight)
 
     scale = 1 / (targets != IGNORED).sum().float()
-    weight8, transposed8 = weight_in_e4m3(weight) if in_fp8 else (None, None)
+    if in_fp8:
+        weight8, transposed8 = weight_in_e4m3(weight)
     weight_grad = None
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
-        logits = (
-            scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT)
-            if in_fp8
-            else hidden[part] @ weight.T
-        )
+        if in_fp8:
+            logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT)
+        else:
+            logits = hidden[part] @ weight.T
         _losses_and_grads(logits, grads8, targets[part], scale, losses[part])
         logit_grads = logits  # the kernel has written them there
 

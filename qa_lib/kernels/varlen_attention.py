@@ -74,7 +74,10 @@ def varlen_attention(
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
-    """Do what varlen_attention does in plain PyTorch, with all scores [heads, tokens, tokens]."""
+    """Return what varlen_attention returns, by plain PyTorch.
+
+    It holds all scores [heads, tokens, tokens].
+    """
     if bias is not None:
         qkv = attach_bias_grad(qkv, bias)
     query, key, value = qkv.permute(1, 2, 0, 3)

@@ -110,7 +110,8 @@ class FusedOutput(nn.Module):
         """Do what the original's forward does.
 
         Takes hidden_states [..., inner] and the residual `input_tensor` [..., width]; returns the
-        output [..., width].
+        output [..., width]. An output of this class carries its second tensor (see fused_norm) as
+        an attribute `residual`, since transformers' layers hand on one tensor.
         """
         norm = self.LayerNorm
         output, residual = fused_norm(
@@ -123,7 +124,6 @@ class FusedOutput(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             eps=norm.eps,
         )
-        # transformers' layer hands on one tensor, and the second goes with it.
         if residual is not output:
             output.residual = residual
         return output

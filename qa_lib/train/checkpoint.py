@@ -188,7 +188,8 @@ class Checkpoint:
         try:
             with safe_open(self.path, "pt") as stored:
                 metadata = json.loads(stored.metadata()["state"])
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
+                names = list(stored.keys())  # `stored` is no dict, and has no items
+                tensors = {name: stored.get_tensor(name) for name in names}
             run_hash = metadata["hash"]
             code = metadata["code"]
             commit = metadata["commit"]

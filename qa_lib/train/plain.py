@@ -30,7 +30,7 @@ def train(
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
-    """Train a peer that begins with the weights of `model`, and give `model` its weights at the end.
+    """Train a peer from the weights of `model`, which gets the peer's weights at the end.
 
     Arguments and results are those of loop.train.
     """
