@@ -284,7 +284,7 @@ def test_the_bubble_is_the_share_of_a_step_that_a_stage_waits(chunks, expected):
 
 
 def test_a_measured_bubble_is_a_share_of_the_first_stages_passes():
-    """Both stages compute 12 of 15 units (see pipeline.py); the second ends two before the first."""
+    """Both compute 12 of 15 units (see pipeline.py); the second ends two before the first."""
     assert measured_bubble([(12, 15), (12, 13)]) == pytest.approx(bubble(2, 4))
 
 
