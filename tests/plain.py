@@ -61,10 +61,10 @@ def plain_positions(offsets, first: int, last: int, span) -> tuple[int, int]:
 
 
 def plain_text(context: str, begin: int, end: int, in_tokens: set[int]) -> str:
-    """Return the text of tokens from character `begin` to `end`, with characters of no token beside.
+    """Return the text of tokens from character `begin` to `end`, with what no token has beside it.
 
-    `in_tokens` are the characters that tokens have. The others that follow the text are added up to
-    the next token or blank; those before it where only a blank or nothing is before them.
+    `in_tokens` are the characters that tokens have. Others that follow the text are added up to the
+    next token or blank; those before it where only a blank or nothing is before them.
     """
     while end < len(context) and end not in in_tokens and not context[end].isspace():
         end += 1

@@ -85,8 +85,8 @@ def run_cells(parameters: str) -> None:
 def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> None:
     """Do what fit does to a run's folder, without a model.
 
-    It is for faults that do not depend on training. Each step takes `pause` seconds. steps.jsonl is only ever added to, so that a run that was done
-    twice shows.
+    It is for faults that do not depend on training. Each step takes `pause` seconds. steps.jsonl is
+    only ever added to, so that a run that was done twice shows.
     """
     run_dir = Path(runs, spec.run_path)
     begin = time.perf_counter()
