@@ -145,7 +145,7 @@ def _norm(
     """Return the output, the rows' statistics and what was normed.
 
     The output has the residual's shape and type. Statistics, fp32 [2, rows], are each row's mean
-    and inverse deviation. What was normed is empty unless the caller `keeps` it.
+    and inverse deviation. The third tensor is empty unless the caller `keeps` it.
     """
     *_, width = x.shape
     rows = x.numel() // width

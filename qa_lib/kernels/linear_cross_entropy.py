@@ -6,9 +6,9 @@ softmax, by its gradient and by the two GEMMs of the backward pass. But the loss
 its gradient by the logits, softmax - one-hot, needs nothing from outside but a factor. So the
 forward pass takes a part of the tokens at a time: it makes their logits, turns them into their own
 gradients in place by one kernel, and multiplies these at once by the weight and by the hidden
-states. What is left are the gradients of both, and the memory of one part. The backward pass only
-scales them. Three GEMMs, like before, and no logits to remember (Hsu et al. 2024, "Liger Kernel",
-have the same idea).
+states. The gradients of both are left, and the memory of one part. The backward pass only scales
+them. Three GEMMs, like before, and no logits to remember (Hsu et al. 2024, "Liger Kernel", have the
+same idea).
 
 The weight's gradient is a sum over the parts. Where there are several it is summed in fp32, and
 each reads and writes that sum once: in parts of 8,192 tokens instead of 4,096 the whole loss of

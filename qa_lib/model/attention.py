@@ -89,7 +89,7 @@ def efficient(qkv, segments, dropout, scale):
 def stack_qkv(query, key, value, qkv=None):
     """Return query, key and value [1, heads, tokens, width] as one [tokens, 3, heads, width].
 
-    The result is the `qkv` of fused projections, of which they are views, or a copy.
+    With fused projections the three are views of `qkv`, which is returned; without, it is a copy.
     """
     if qkv is None:
         qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)

@@ -14,16 +14,16 @@ that Triton writes for, of compute capability 7.0 and newer.
 Seeds are drawn anew before each forward pass, from PyTorch's generator on the device, so that a run
 stays a function of its seed and a captured graph draws other patterns in each replay.
 
-What follows a linear layer is done by one operator, its bias included: dropout, residual and norm
+One operator does all that follows a linear layer, its bias included: dropout, residual and norm
 (kernels/fused_norm.py), or GELU (kernels/gelu.py). The feed-forward block's GEMMs may be in 8-bit
 floats (kernels/fp8.py). Weights keep their names, so that a checkpoint looks like any other.
 
 GPT-2 (Radford et al. 2019) has its norms before the linear layers: a layer is
-h += attention(norm(h)) and then h += mlp(norm(h)). What lies between two GEMMs is always the same:
-a bias, dropout, the sum with the residual stream, and the norm that the next linear layer begins
-with. Half of these norms belong to the next layer, and the last one to the model, so that no layer
-alone can do it. `FusedDecoder` is therefore the whole training pass between embeddings and head,
-written out. Its modules keep their places: evaluation and generation are transformers' own.
+h += attention(norm(h)) and then h += mlp(norm(h)). Between two GEMMs there are always the same
+steps: a bias, dropout, the sum with the residual stream, and the norm that the next linear layer
+begins with. Half of these norms belong to the next layer, and the last one to the model, so that no
+layer alone can do it. `FusedDecoder` is therefore the whole training pass between embeddings and
+head, written out. Its modules keep their places: evaluation and generation are transformers' own.
 """
 
 import torch
@@ -44,7 +44,7 @@ from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 from qa_lib.spec.variants import Settings
 
-# What hash dropout replaces.
+# Dropout by a hash.
 
 
 class HashDropout(nn.Module):
@@ -86,7 +86,7 @@ def renew(model: nn.Module) -> None:
     torch._foreach_copy_(seeds, list(drawn.unbind()))
 
 
-# What fused norms replace in an encoder.
+# Fused norms in an encoder.
 
 
 class LinearWithoutBias(nn.Linear):
@@ -97,7 +97,7 @@ class LinearWithoutBias(nn.Linear):
 
 
 class FusedOutput(nn.Module):
-    """What transformers calls a layer's output, with its `dense`, `dropout` and `LayerNorm`."""
+    """A layer's output, as transformers calls it, with its `dense`, `dropout` and `LayerNorm`."""
 
     def __init__(self, native: nn.Module):
         super().__init__()
@@ -178,7 +178,7 @@ def use_fused_norms(model: nn.Module) -> None:
             layer.set_submodule(output_name, FusedOutput(layer.get_submodule(output_name)))
 
 
-# What the sigmoid GELU and 8-bit floats replace in a feed-forward block.
+# The sigmoid GELU and 8-bit floats in a feed-forward block.
 
 
 def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -192,7 +192,7 @@ def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> 
 
 
 class FusedIntermediate(nn.Module):
-    """What transformers calls a layer's intermediate: linear layer, bias and GELU.
+    """A layer's intermediate, as transformers calls it: linear layer, bias and GELU.
 
     The linear layer is `dense`, by the same name. GELU is that of kernels/gelu.py, to a fraction of
     half precision's rounding. After use_float8 all of that is left to the next linear layer.

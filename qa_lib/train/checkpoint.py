@@ -282,7 +282,7 @@ def _different_settings(before: dict[str, object], now: dict[str, object]) -> st
 def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:
     """Return SHA-256 (hex) over tensors on the CPU and `metadata` that JSON can hold.
 
-    Of tensors it covers names, types, shapes and bytes.
+    It covers the names, types, shapes and bytes of the tensors.
     """
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):

@@ -8,8 +8,8 @@ for GPUs of compute capability 7.0 and newer.
 
 `regional` is Inductor again, on a few layers of packed sequences at a time (variant E-regions). All
 layers are alike, so that one program serves every region, and the time before the first step falls
-with the tracing and code generation. What would be fused across a border is lost, and the backward
-pass comes in pieces, whose gradients can be sent on meanwhile (variant P-overlap).
+with the tracing and code generation. Nothing is fused across a border, and the backward pass comes
+in pieces, whose gradients can be sent on meanwhile (variant P-overlap).
 
 Inductor's partitioner also decides what the forward pass keeps for the backward pass. Results of
 elementwise work that other kept values would give again are not kept, unless a GEMM needs them as a
@@ -39,9 +39,9 @@ from qa_lib.spec.variants import Settings
 class LossOf(torch.nn.Module):
     """A model whose forward pass gives its loss alone.
 
-    What a compiled function returns gets a gradient, of zeros where nothing came back. The logits
-    of a language model would cost 3.3 GB of them in a step of GPT-2 small, written and read for
-    nothing.
+    Every tensor that a compiled function returns gets a gradient, which is zeros if nobody used the
+    tensor. For the logits of a language model these would be 3.3 GB in a step of GPT-2 small,
+    written and read for nothing.
     """
 
     def __init__(self, model: torch.nn.Module):

@@ -32,10 +32,10 @@ from qa_lib.spec.presets import Preset
 # Samples of the batch whose efficiency is 1: that of the reference project.
 REFERENCE = Preset.effective_batch
 KEPT = 100  # the last steps, over which a pipeline's bubble is measured
-# What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of
-# twice as many leaves its square. So the means reach back over as many samples whatever the batch,
-# and noise scales of different batches tell of the same part of a training. AdaptDL, the code of
-# Pollux, scales its smoothing by the batch in this way.
+# The share of the running means of gradient norms that is left after a step of REFERENCE samples. A
+# step of twice as many leaves its square, so that the means reach back over as many samples
+# whatever the batch is, and noise scales of different batches tell of the same part of a training.
+# AdaptDL, the code of Pollux, scales its smoothing by the batch in this way.
 SMOOTHING = 0.999
 
 
@@ -69,7 +69,7 @@ def efficiency(noise: Noise, batch: int) -> float | None:
 
 
 class StepStats:
-    """What one process of a run has measured of its steps; `ranks` is its ProcessGroup.
+    """The measurements of a run's steps by one process; `ranks` is its ProcessGroup.
 
     `norms` are the running means that `note_norms` keeps. `waits` are a pipeline's readings: for
     each step its laps of computing, and the passes as a whole. `overlap` is what trace.overlap has

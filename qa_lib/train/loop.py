@@ -1,7 +1,7 @@
 """The training loop.
 
 `train` runs all variants except those of the Trainer (trainer.py) and of plain PyTorch (plain.py).
-What a variant changes is in the technique's own file. `OptimizerStep` is the step that textbooks
+Each technique that a variant adds has a file of its own. `OptimizerStep` is the step that textbooks
 show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
 

@@ -27,7 +27,7 @@ CLIP = 1.0  # the norm to which gradients are clipped
 
 
 class Precision:
-    """What the settings' number format means on a device.
+    """The settings' number format on a device.
 
     `weights` is the type that the model is cast to (None: it stays as it is), `autocast()` a
     context for the forward pass, and `scaler` that of the loss, which does nothing where none is

@@ -1,9 +1,9 @@
 """Training as a good engineer writes it in plain PyTorch (variants E-plain and L-plain).
 
 The models are the rivals of qa_lib/peers. They get what the loop's models get, the same batches and
-the same schedule of the learning rate, and are timed by the same meter. What is done with them is
-torch.compile, bf16, fused AdamW and clipping, and nothing of this library: with `precision` bf16 by
-autocast, with pure-bf16 in weights and moments, too. These runs do not resume.
+the same schedule of the learning rate, and are timed by the same meter. They are trained by
+torch.compile, bf16, fused AdamW and clipping, and by nothing of this library: with `precision` bf16
+by autocast, with pure-bf16 in weights and moments, too. These runs do not resume.
 """
 
 from collections.abc import Iterable

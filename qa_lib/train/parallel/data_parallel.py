@@ -2,8 +2,8 @@
 
 Data parallelism: every process has the model, computes the gradients of its share of a step's
 micro-batches, and all average them before they update their weights, which therefore stay equal.
-That is the step of one process, in less time, plus what the averaging takes. How it is done is what
-the variants differ in:
+That is the step of one process, in less time, plus what the averaging takes. The variants differ in
+how they do it:
 
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes
   others (variant P1). `ddp-bf16` sends them in bf16 (variant P1-bf16).
@@ -217,7 +217,7 @@ def square_norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which this process has a share; all processes call this together."""
+    """Return the whole of a tensor that the processes share; all of them call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

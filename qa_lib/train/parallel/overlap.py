@@ -5,10 +5,10 @@ Variants P-overlap and P-overlap-zero1 have it.
 The backward pass makes the gradients of the last layers first, and nobody needs those before the
 optimizer. So they are sent while the layers below are still at work, a region of the model at a
 time (model/packed.py), each compiled by itself: a model that is compiled as one has all its
-gradients at the end. What is left to wait for is the lowest region, the embeddings.
+gradients at the end. Only the lowest region, the embeddings, is left to wait for.
 
-With a sharded optimizer it is the new weights that travel last. The next step's forward pass needs
-those of the lowest region first, so that the others can come while it computes.
+If the optimizer is sharded, the new weights travel last. The next step's forward pass needs those
+of the lowest region first, so that the others can come while it computes.
 
 A GPU does work beside other work if it is given on another *stream*. Between streams there is no
 order but what is asked for: `SideStream.work` comes after all before it, `join` makes what follows

@@ -154,8 +154,8 @@ class Pipeline(OneBucketDDP):
         """Make the stages and their schedule for packed sequences of that shape, [1, tokens]."""
         device = self.ranks.device
         width = self.model.config.hidden_size
-        # What goes in and comes out. Hidden states come from layer norms, which give the type of
-        # their weights.
+        # Stages take and give hidden states, which come from layer norms and have the type of their
+        # weights; the last one gives the loss.
         hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         for number, part in self.parts.items():

@@ -1,7 +1,7 @@
 """The processes of a run, as torchrun started them: how they meet, and what they tell each other.
 
-What they do to a step's gradients is in data_parallel.py, and in pipeline.py and tensor.py where
-they divide the model; what each measures meanwhile is in grad_noise.py.
+How they share a step is in data_parallel.py, zero1.py and overlap.py; pipeline.py and tensor.py
+divide the model between them. grad_noise.py has what each of them measures meanwhile.
 """
 
 from contextlib import AbstractContextManager

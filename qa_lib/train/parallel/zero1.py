@@ -19,7 +19,7 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class FlatShard:
-    """Some weights flattened into one tensor, of which each process updates an equal part.
+    """Some weights flattened into one tensor; each process updates an equal part of it.
 
     The parameters become views of `flat`, that tensor, and the part of this process, `local_shard`,
     is a parameter of the optimizer. AdamW computes element by element, so that where one tensor
