@@ -116,7 +116,9 @@ def fused_add_norm(
     Arguments are those of `fused_norm`.
     """
     if not residual.is_cuda:
-        return reference(x, bias, residual, gamma, beta, seed, dropout, eps)
+        return reference(
+            x, bias, residual, gamma=gamma, beta=beta, seed=seed, dropout=dropout, eps=eps
+        )
     output, _, total = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
     return total, output
 

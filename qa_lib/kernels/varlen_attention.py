@@ -68,7 +68,9 @@ def varlen_attention(
     token attends to itself and those before it alone.
     """
     if not qkv.is_cuda:
-        return reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal)
+        return reference(
+            qkv, bias, cu_seqlens, seed=seed, dropout=dropout, scale=scale, causal=causal
+        )
     output, _ = _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)
     return output
 

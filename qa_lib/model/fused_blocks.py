@@ -184,10 +184,12 @@ def use_fused_norms(model: nn.Module) -> None:
 def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply fp8_linear, or a whole feed-forward block in 8-bit floats.
 
-    It is the block where the first of its linear layers has left its own arguments as `x`.
+    It is the block if the first of its linear layers has returned its own arguments as `x`, a
+    tuple, and left its work to this one, the second.
     """
     if isinstance(x, tuple):
-        return fp8_feed_forward(*x, weight, bias)
+        inputs, up, up_bias, tanh = x
+        return fp8_feed_forward(inputs, up, up_bias, tanh, down=weight, last=bias)
     return fp8_linear(x, weight, bias)
 
 
@@ -195,7 +197,8 @@ class FusedIntermediate(nn.Module):
     """A layer's intermediate, as transformers calls it: linear layer, bias and GELU.
 
     The linear layer is `dense`, by the same name. GELU is that of kernels/gelu.py, to a fraction of
-    half precision's rounding. After use_float8 all of that is left to the next linear layer.
+    half precision's rounding. After use_float8 it leaves all of that to the next linear layer (see
+    float8_linear).
     """
 
     def __init__(self, native: nn.Linear):
@@ -235,7 +238,7 @@ class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
-        # Out of training the next layer is transformers' own, and takes no arguments of this one.
+        # Out of training the next layer is transformers' own, and this one cannot leave it its work.
         if hasattr(self, "float8") and self.training:
             return x, self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)

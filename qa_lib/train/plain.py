@@ -6,7 +6,7 @@ torch.compile, bf16, fused AdamW and clipping, and by nothing of this library: w
 by autocast, with pure-bf16 in weights and moments, too. These runs do not resume.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -26,7 +26,7 @@ def train(
     batches: Batches,
     spec: Spec,
     run_dir: Path,
-    say,
+    say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:

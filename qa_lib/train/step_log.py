@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -57,7 +58,7 @@ class StepLog:
         begin: int,
         scaler: torch.amp.GradScaler,
         ranks: ProcessGroup,
-        say,
+        say: Callable[[str], None],
     ):
         self.path = run_dir / "steps.jsonl"
         self.steps = steps

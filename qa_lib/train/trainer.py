@@ -13,6 +13,7 @@ precision is no autocast: weights and gradients are in half precision, and the o
 masters of the weights.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -38,7 +39,7 @@ def train(
     batches: Batches,
     spec: Spec,
     run_dir: Path,
-    say,
+    say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
@@ -82,7 +83,7 @@ def train(
         data_collator=_Collator(batches),
     )
     trainer.add_callback(
-        _StepNotes(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling")
+        _Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling")
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
@@ -129,7 +130,7 @@ class _MeteredTrainer(Trainer):
         return loss
 
 
-class _StepNotes(TrainerCallback):
+class _Steps(TrainerCallback):
     """Tells meter, log and hooks of each step.
 
     With `polls` every process starts nvidia-smi after every step and waits for it, as the slides'

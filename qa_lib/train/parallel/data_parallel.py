@@ -24,6 +24,7 @@ replicas.
 """
 
 import contextlib
+from collections.abc import Callable
 from inspect import signature
 
 import torch
@@ -228,7 +229,9 @@ def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
-def gather_model(model: torch.nn.Module, build, ranks: ProcessGroup) -> torch.nn.Module:
+def gather_model(
+    model: torch.nn.Module, build: Callable[[], torch.nn.Module], ranks: ProcessGroup
+) -> torch.nn.Module:
     """Return the trained model, with whole parameters each in memory of its own.
 
     It is the same model, or where the processes had shares of it another, which `build()` makes.
