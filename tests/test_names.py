@@ -53,6 +53,7 @@ ELSEWHERE = {
     "hf": "the command line of the Hugging Face hub",
     "In": "the cells that IPython has run",
     "login": "hf auth login, a command of the Hugging Face hub",
+    "model-index": "the results in a model card of the Hugging Face hub",
     "nnodes": "an option of torchrun",
     "save_pretrained": "a method of transformers' models",
     "vram": "a preset",
@@ -117,6 +118,10 @@ def names_in(tree: ast.Module) -> set[str]:
     return names
 
 
+def is_assigned(node: ast.AST) -> bool:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+
+
 def definitions_in(tree: ast.Module) -> set[str]:
     """Return what a module defines: functions, classes, constants, methods and fields."""
     names = set()
@@ -124,12 +129,9 @@ def definitions_in(tree: ast.Module) -> set[str]:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
             names.add(node.name)
         if isinstance(node, ast.Module | ast.ClassDef):
-            for statement in node.body:
-                targets = getattr(statement, "targets", [getattr(statement, "target", None)])
-                for target in targets:
-                    names.update(
-                        n.id for n in ast.walk(target or ast.Pass()) if isinstance(n, ast.Name)
-                    )
+            assignments = [s for s in node.body if isinstance(s, ast.Assign | ast.AnnAssign)]
+            for assignment in assignments:
+                names |= {name.id for name in ast.walk(assignment) if is_assigned(name)}
     return names
 
 
@@ -193,7 +195,8 @@ def unknown_in(path: Path) -> list[str]:
             elif f"*{word}" in quoted:
                 exists = any(name.endswith(word) for name in known)
             else:
-                exists = all(part in known for part in word.split("-"))
+                # A verb or an option is named after a module or a parameter.
+                exists = word in known or word.replace("-", "_") in known
             if not exists and not NO_NAME.fullmatch(word):
                 unknown.append(f"line {line}: {word} in `{quoted}`")
     return unknown
