@@ -14,61 +14,100 @@ from triton.backends.compiler import GPUTarget
 from qa_lib.kernels import common, fp8, fused_norm, gelu, linear_cross_entropy, varlen_attention
 from qa_lib.train.master_adamw import MasterAdamW
 
+TOKENS = 5632
+WIDTH = 768
+INNER = 3072
+HEADS = 12
+WORDS = 50_304
+
 
 def call_all(capability: int) -> None:
-    """Call every operator as a model of BERT's shape in half precision does, and update such weights."""
-    tokens, width, inner, heads = 5632, 768, 3072, 12
-
-    def drawn(*shape, dtype=torch.bfloat16 if capability >= 80 else torch.float16):
-        return torch.empty(shape, dtype=dtype, device="cuda")
-
-    def whole(*shape):
-        return drawn(*shape, dtype=torch.int32)
-
-    hidden, bias, statistics = (
-        drawn(tokens, width),
-        drawn(width),
-        drawn(2, tokens, dtype=torch.float32),
-    )
-    common.hash_dropout(hidden, whole(), 0.1)
-    fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12)
-    rest = (bias, hidden, bias, whole(), statistics, 0.1, hidden.dtype)
-    for other in (None, hidden):
-        fused_norm._norm_backward(hidden, other, hidden, *rest)
-    fused_norm._norm(hidden, bias, hidden, bias, bias, whole(), 0.1, 1e-12, keeps=True)
-    fused_norm._norm_backward(hidden, hidden, None, *rest)
-    for factor in (0.0, 2.0**16) if capability >= 89 else (0.0,):
-        gelu._gelu_forward(drawn(tokens, inner), drawn(inner), factor)
-        gelu._gelu_backward(drawn(tokens, inner), drawn(tokens, inner), drawn(inner), factor)
+    """Call every operator as a BERT in half precision does, and make its optimizers."""
+    half = torch.bfloat16 if capability >= 80 else torch.float16
+    call_norms(half)
+    call_gelu(half, has_fp8=capability >= 89)
     if capability >= 80:
-        for kind in (None, torch.float8_e4m3fn) if capability >= 89 else (None,):
-            eighth = drawn(tokens, width, dtype=kind) if kind else None
-            linear_cross_entropy._loss(
-                hidden, drawn(50_304, width), drawn(tokens, dtype=torch.int64), eighth
-            )
-        if capability >= 89:
-            fp8._weight_in_e4m3(drawn(width, inner))
-            fp8.in_e4m3(hidden, fp8.ACTIVATION), fp8.in_e5m2(hidden, fp8.GRADIENT)
-        qkv, sums, ends = (
-            drawn(tokens, 3, heads, 64),
-            drawn(heads, tokens, dtype=torch.float32),
-            whole(33),
+        call_loss(half, has_fp8=capability >= 89)
+        call_attention(half)
+    if capability >= 89:
+        call_fp8(half)
+    make_optimizers(half)
+
+
+def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="cuda")
+
+
+def seed() -> torch.Tensor:
+    return empty(dtype=torch.int32)
+
+
+def call_norms(half: torch.dtype) -> None:
+    hidden = empty(TOKENS, WIDTH, dtype=half)
+    weight = empty(WIDTH, dtype=half)
+    statistics = empty(2, TOKENS, dtype=torch.float32)
+    common.hash_dropout(hidden, seed(), 0.1)
+    inputs = (hidden, weight, hidden, weight, weight, seed(), 0.1, 1e-12)
+    rest = (weight, hidden, weight, seed(), statistics, 0.1, half)
+    fused_norm._norm(*inputs)
+    fused_norm._norm_backward(hidden, None, hidden, *rest)
+    fused_norm._norm_backward(hidden, hidden, hidden, *rest)
+    fused_norm._norm(*inputs, keeps=True)
+    fused_norm._norm_backward(hidden, hidden, None, *rest)
+
+
+def call_gelu(half: torch.dtype, has_fp8: bool) -> None:
+    inner = empty(TOKENS, INNER, dtype=half)
+    bias = empty(INNER, dtype=half)
+    for factor in (0.0, 2.0**16) if has_fp8 else (0.0,):
+        gelu._gelu_forward(inner, bias, factor)
+        gelu._gelu_backward(inner, inner, bias, factor)
+
+
+def call_loss(half: torch.dtype, has_fp8: bool) -> None:
+    hidden = empty(TOKENS, WIDTH, dtype=half)
+    weight = empty(WORDS, WIDTH, dtype=half)
+    targets = empty(TOKENS, dtype=torch.int64)
+    linear_cross_entropy._loss(hidden, weight, targets, None)
+    if has_fp8:
+        hidden8 = empty(TOKENS, WIDTH, dtype=torch.float8_e4m3fn)
+        linear_cross_entropy._loss(hidden, weight, targets, hidden8)
+
+
+def call_fp8(half: torch.dtype) -> None:
+    hidden = empty(TOKENS, WIDTH, dtype=half)
+    fp8._weight_in_e4m3(empty(WIDTH, INNER, dtype=half))
+    fp8.in_e4m3(hidden, fp8.ACTIVATION)
+    fp8.in_e5m2(hidden, fp8.GRADIENT)
+
+
+def call_attention(half: torch.dtype) -> None:
+    qkv = empty(TOKENS, 3, HEADS, 64, dtype=half)
+    output = empty(TOKENS, HEADS, 64, dtype=half)
+    logsumexp = empty(HEADS, TOKENS, dtype=torch.float32)
+    cu_seqlens = empty(33, dtype=torch.int32)
+    some_bias = empty(3 * WIDTH, dtype=half)
+    for bias, causal in ((None, False), (some_bias, False), (some_bias, True)):
+        options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal}
+        varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options)
+        varlen_attention._attention_backward(
+            output, qkv, bias, output, logsumexp, cu_seqlens, seed(), **options
         )
-        for added, causal in ((None, False), (drawn(3 * width), False), (drawn(3 * width), True)):
-            varlen_attention._attention(qkv, added, ends, whole(), 384, 0.1, 0.125, causal)
-            grad = drawn(tokens, heads, 64)
-            options = (384, 0.1, 0.125, causal)
-            varlen_attention._attention_backward(
-                grad, qkv, added, grad, sums, ends, whole(), *options
-            )
+
+
+def make_optimizers(half: torch.dtype) -> None:
+    """Make optimizers, which compile their kernels then."""
+    shapes = [(WIDTH, INNER), (WIDTH,), (2,)]
     for moments in (torch.float32, torch.bfloat16, torch.uint8):
-        weights = [torch.nn.Parameter(drawn(*shape)) for shape in [(width, inner), (width,), (2,)]]
-        MasterAdamW(weights, torch.empty((), device="cuda"), 1.0, moments)
+        weights = [torch.nn.Parameter(empty(*shape, dtype=half)) for shape in shapes]
+        MasterAdamW(weights, empty(dtype=torch.float32), max_norm=1.0, moments=moments)
 
 
 def main() -> None:
     capability = int(sys.argv[1].replace(".", ""))
-    gpu = Mock(**{f"get_current_{name}.return_value": 0 for name in ("device", "stream")})
+    gpu = Mock()
+    gpu.get_current_device.return_value = 0
+    gpu.get_current_stream.return_value = 0
     gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(gpu)  # what it asks of a GPU before it compiles for it
     common._compile = lambda kernel, likes, _: common._warmup(kernel, likes)

@@ -1,11 +1,15 @@
-"""What tests of kernels share: where they run, gradients of any function, and how near to a plain one's they must be.
+"""What tests of kernels share: a device, gradients of any function, and when tensors are near.
 
-The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py asks for it).
+The kernels run on a GPU, or in Triton's interpreter where it is installed without one (conftest.py
+asks for it).
 """
+
+from collections.abc import Iterator
 
 import torch
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+# The tests of torch.library.opcheck that our operators must pass.
 CHECKS = (
     "test_schema",
     "test_autograd_registration",
@@ -18,40 +22,40 @@ def with_gradients(run, inputs, *grads) -> list[torch.Tensor]:
     """What `run` makes of the inputs, and their gradients for these of its outputs."""
     inputs = [x.detach().requires_grad_() for x in inputs]
     outputs = run(*inputs)
-    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
-    return [*(output.detach() for output in outputs), *torch.autograd.grad(outputs, inputs, grads)]
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
+    gradients = torch.autograd.grad(outputs, inputs, grads)
+    return [*(output.detach() for output in outputs), *gradients]
 
 
-def assert_close(found, wanted, error: float) -> None:
-    """Each tensor is as near to the wanted one as this share of its norm."""
-    for number, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        assert (one.double() - other).norm() < error * other.norm(), number
-
-
-def relative(one, other) -> float:
+def relative(tensor, expected) -> float:
     """How far a tensor is from another one, as a share of that one's norm."""
-    return ((one - other).float().norm() / other.float().norm()).item()
+    return ((tensor - expected).float().norm() / expected.float().norm()).item()
+
+
+def assert_close(tensors, expected, error: float) -> None:
+    """Each tensor is as near to the expected one as this share of its norm."""
+    for number, (tensor, wanted) in enumerate(zip(tensors, expected, strict=True)):
+        assert (tensor.double() - wanted).norm() < error * wanted.norm(), f"tensor {number}"
 
 
 def close_to_plain(fused, plain, inputs, grads, error: float) -> list[torch.Tensor]:
-    """What `fused` gives with its gradients, which must be near to what `plain` gives in float64."""
-    found = with_gradients(fused, inputs, *grads)
-    assert_close(
-        found,
-        with_gradients(plain, [x.double() for x in inputs], *(grad.double() for grad in grads)),
-        error,
-    )
-    return found
+    """What `fused` gives with its gradients; it must be near to what `plain` gives in float64."""
+    results = with_gradients(fused, inputs, *grads)
+    wide_inputs = [x.double() for x in inputs]
+    wide_grads = [grad.double() for grad in grads]
+    assert_close(results, with_gradients(plain, wide_inputs, *wide_grads), error)
+    return results
 
 
-def replayed(run, seed: torch.Tensor):
+def replayed(run, seed: torch.Tensor) -> Iterator:
     """What a captured graph of a call gives, once for each of two seeds."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = run()
+        results = run()
     for number in (5, -6):
         seed.fill_(number)
         graph.replay()
-        yield found
+        yield results

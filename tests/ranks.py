@@ -1,9 +1,10 @@
-"""What the processes of test_parallel.py do: torchrun starts `python -m tests.ranks FOLDER` in each of them.
+"""What the processes of test_parallel.py do, each of which is `python -m tests.ranks FOLDER`.
 
-Every case in FOLDER/cases.json is trained in fp32 and without dropout, so that what one process and what several
-compute can be held against each other.
+Every case in FOLDER/cases.json is trained in fp32 and without dropout, so that what one process and
+what several compute can be held against each other.
 """
 
+import dataclasses
 import json
 import sys
 from importlib.util import find_spec
@@ -17,6 +18,7 @@ from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
+from qa_lib.spec.spec import Spec
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of
 from qa_lib.train.optim import clip
@@ -26,34 +28,56 @@ from tests.tiny import CPU, quiet, resized, samples_of, stop_after, without_drop
 
 DEVICE = torch.device("cpu")
 STEPS = 6
+SAMPLES = 16  # of a step
 
 
-def spec_of(case: dict):
-    """A variant at preset smoke, with 16 samples a step, the case's number of processes and a model of its shape."""
-    TINY_CONFIG.update({"num_hidden_layers": 2, "num_attention_heads": 2} | case.get("shape", {}))
-    preset = {
-        "steps": STEPS,
-        "checkpoint_every": 0,
-        "measure_from": 2,
-        "quality": False,
-        "learning_rate": 1e-3,
-    }
-    world, stages = case.get("world", 2), case.get("stages")
-    size = 16 // max(case.get("parts", 2), world)
-    (spec,) = plan(
-        [case["row"]], "smoke", [0], "synthetic:120", "", size, CPU, world=world, stages=stages
-    )
-    return resized(
-        spec, {"compile": "none"} | case.get("settings", {}), **preset | case.get("preset", {})
-    )
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A training of a variant at preset smoke, by so many processes."""
+
+    variant: str
+    world: int = 2
+    stages: int | None = None  # of a pipeline
+    micro_batches: int = 2  # of a step, at the least
+    layers: int = 2  # of the model
+    heads: int = 2
+    # Values of settings and of the preset other than the variant's and the tests' own.
+    settings: dict = dataclasses.field(default_factory=dict)
+    preset: dict = dataclasses.field(default_factory=dict)
+    unequal: bool = False  # the first micro-batch of each step lacks three samples
+    # Relative error that grows with the rank, in all gradients of a process.
+    rounding: float = 0.0
+    stop: int | None = None  # the number of steps after which the run is broken off
+
+    def spec(self) -> Spec:
+        """Return the spec of the case, and make the tiny model its shape."""
+        TINY_CONFIG.update({"num_hidden_layers": self.layers, "num_attention_heads": self.heads})
+        (spec,) = plan(
+            [self.variant],
+            "smoke",
+            seeds=[0],
+            data="synthetic:120",
+            micro_batch=SAMPLES // max(self.micro_batches, self.world),
+            machine=CPU,
+            world=self.world,
+            stages=self.stages,
+        )
+        preset = {
+            "steps": STEPS,
+            "checkpoint_every": 0,
+            "measure_from": 2,
+            "quality": False,
+            "learning_rate": 1e-3,
+        }
+        return resized(spec, {"compile": "none"} | self.settings, **preset | self.preset)
 
 
-def unequal(batches):
+def lacking_three_samples(batches):
     """Let the first micro-batch of each step lack three samples."""
-    real = batches.step
+    whole_step = batches.step
 
     def step(number):
-        first, *others = real(number)
+        first, *others = whole_step(number)
         return [first[3:], *others]
 
     batches.step = step
@@ -61,30 +85,38 @@ def unequal(batches):
 
 
 class FirstGradients(dict):
-    """The gradients of a run's first step as the optimizer takes them, by their number in the whole model."""
+    """Stands in for `clip`, and keeps the gradients of a run's first step before it.
+
+    They are as the optimizer takes them, by their number in the whole model.
+    """
 
     def __call__(self, optimizer, global_norm) -> None:
         if not self:
             strategy = global_norm.__self__
-            own = {
-                strategy.place(n): strategy.gather(p.grad, p).clone()
-                for n, p in enumerate(strategy.parameters)
-            }
-            self.update(strategy.ranks.gather_stages(own))
+            gradients = {}
+            for number, parameter in enumerate(strategy.parameters):
+                gradient = strategy.gather(parameter.grad, parameter).clone()
+                gradients[strategy.place(number)] = gradient
+            self.update(strategy.ranks.gather_stages(gradients))
         clip(optimizer, global_norm)
 
 
-def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
-    """Train a case: where it began, the digest of the weights of this process, and what this process has measured."""
+def trained(case: Case, run_dir: Path, ranks: ProcessGroup) -> dict:
+    """Train a case; return what this process has measured, and the digest of its weights.
+
+    Returns nothing where the case is broken off.
+    """
     run_dir.mkdir(exist_ok=True, parents=True)
-    spec = spec_of(case)
+    spec = case.spec()
     batches = batches_of(samples_of("synthetic:120"), spec)
-    batches = unequal(batches) if case.get("unequal") else batches
-    batches = stop_after(batches, case["stop"]) if "stop" in case else batches
+    if case.unequal:
+        batches = lacking_three_samples(batches)
+    if case.stop is not None:
+        batches = stop_after(batches, case.stop)
     model = without_dropout(build_model(spec))
-    if "rounds" in case:  # as kernels do that sum in another order in each process
+    if case.rounding:  # like kernels that sum in another order in each process
         for parameter in model.parameters():
-            parameter.register_hook(lambda gradient: gradient * (1 + case["rounds"] * ranks.rank))
+            parameter.register_hook(lambda gradient: gradient * (1 + case.rounding * ranks.rank))
     loop.clip = FirstGradients()
     try:
         optimizer, _, begin, refused = train(
@@ -92,33 +124,38 @@ def trained(case: dict, run_dir: Path, ranks: ProcessGroup) -> dict:
         )
     except KeyboardInterrupt:
         return {}
-    if ranks.first:  # they are the same of all processes
+    if ranks.first:  # all processes have the same
         gradients = {str(number): gradient.contiguous() for number, gradient in loop.clip.items()}
         save_file(gradients, run_dir / "gradients.safetensors")
     model = gather_model(model, lambda: build_model(spec), ranks)
-    weights = digest_of({name: p.detach() for name, p in model.named_parameters()}, {})
-    state = sum(
-        v.numel()
-        for values in optimizer.state.values()
-        for v in values.values()
-        if torch.is_tensor(v)
-    )
-    norms, pipelined = ranks.stats.norms.tolist(), ranks.stats.pipelined()
-    return {"begin": begin, "refused": refused, "weights": weights, "state": state, "norms": norms,
-            "pipelined": pipelined, "wrapper": ranks.wrapper}  # fmt: skip
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return {
+        "begin": begin,
+        "refused": refused,
+        "weights": digest_of(weights, {}),
+        "state": sum(value.numel() for value in states if torch.is_tensor(value)),
+        "norms": ranks.stats.norms.tolist(),
+        "pipelined": ranks.stats.pipelined(),
+        "wrapper": ranks.wrapper,
+    }
 
 
-if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+def train_all(folder: Path) -> None:
+    """Train the cases of a folder as one of the processes that torchrun has started."""
     if find_spec("deepspeed"):  # on CPUs it would compile an operator of its own, for minutes
         import deepspeed  # noqa: F401
 
         sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None
     torch.set_num_threads(1)
     with ProcessGroup(DEVICE) as ranks:
-        for case in json.loads((folder / "cases.json").read_text()):
+        for name, fields in json.loads((folder / "cases.json").read_text()).items():
             ranks.stats.norms.zero_()
             ranks.stats.waits.clear()
             ranks.wrapper = None
-            found = trained(case, folder / case["name"], ranks)
-            (folder / case["name"] / f"rank-{ranks.rank}.json").write_text(json.dumps(found))
+            measured = trained(Case(**fields), folder / name, ranks)
+            (folder / name / f"rank-{ranks.rank}.json").write_text(json.dumps(measured))
+
+
+if __name__ == "__main__":
+    train_all(Path(sys.argv[1]))

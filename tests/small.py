@@ -1,9 +1,13 @@
-"""A lab small enough for tests of the driver: a preset of 40 steps, a run without a model, and a notebook to spoil.
+"""A small lab for tests of the driver: a preset of 40 steps, runs without a model, a notebook.
 
-`python -m tests.small VERB ...` is `python -m qa_lib VERB ...` with $SMALL_NOTEBOOK for every family's notebook,
-$SMALL_MACHINE for what the driver's probe found. Runs are forked from the server at $SMALL_SERVER, which has imported
-before. With $SMALL_PLAIN the notebook's cells are run by a plain Python, `python -m tests.small cells PARAMETERS`, and
-not by papermill and a kernel.
+`python -m tests.small VERB ...` is `python -m qa_lib VERB ...`, but for environment variables:
+
+- $SMALL_NOTEBOOK stands for every family's notebook;
+- $SMALL_MACHINE is what the driver's probe finds;
+- $SMALL_SERVER is where a server listens that has imported all before, and from which runs are
+  forked;
+- with $SMALL_PLAIN the notebook's cells are run by a plain Python, as
+  `python -m tests.small cells PARAMETERS`, and not by papermill and a kernel.
 """
 
 import contextlib
@@ -32,12 +36,20 @@ PRESETS["test"] = dataclasses.replace(
     checkpoint_every=10,
 )
 
-PARAMETERS = 'variant = "A1"\npreset = "test"\nseed = 0\ndata = ""\nmodel = ""\nmicro_batch = 0\nruns = "runs"'
+# The cells of a notebook: its parameters, what makes the spec, and two ways to do the work.
+PARAMETERS = """variant = "A1"
+preset = "test"
+seed = 0
+data = ""
+model = ""
+micro_batch = 0
+runs = "runs\""""
 SPEC = """from tests import small
 spec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print
 """
 PRETEND = "small.pretend(spec, runs, pause)"
-FIT = "from qa_lib.run.fit import fit\nfit(spec, runs=runs, say=say)"
+FIT = """from qa_lib.run.fit import fit
+fit(spec, runs=runs, say=say)"""
 
 
 def probed() -> tuple[Machine, dict]:
@@ -52,35 +64,32 @@ def spec(variant, preset, seed, data, model, micro_batch) -> Spec:
 
 
 def plain_command(spec: Spec, runs: Path) -> list[str]:
-    """As sweep.notebook_command, without papermill."""
+    """Do what sweep.notebook_command does, without papermill."""
     from qa_lib.lab.sweep import notebook_parameters
 
-    return [
-        sys.executable,
-        "-m",
-        "tests.small",
-        "cells",
-        json.dumps(notebook_parameters(spec, runs)),
-    ]
+    parameters = json.dumps(notebook_parameters(spec, runs))
+    return [sys.executable, "-m", "tests.small", "cells", parameters]
 
 
 def run_cells(parameters: str) -> None:
-    """The cells of the notebook, with these parameters after its own."""
+    """Run the cells of the notebook, with these parameters after its own."""
     cells = json.loads(Path(os.environ["SMALL_NOTEBOOK"]).read_text())["cells"]
-    first, *others = ("".join(cell["source"]) for cell in cells)
+    own_parameters, *others = ("".join(cell["source"]) for cell in cells)
     namespace = {}
-    exec(first, namespace)
+    exec(own_parameters, namespace)
     namespace |= json.loads(parameters)
-    for cell in others:
-        exec(cell, namespace)
+    for source in others:
+        exec(source, namespace)
 
 
 def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> None:
-    """What fit does to a run's folder, without a model: for faults that do not depend on training.
+    """Do what fit does to a run's folder, without a model.
 
-    steps.jsonl is only ever added to, so that a run that was done twice shows.
+    It is for faults that do not depend on training. Each step takes `pause` seconds. steps.jsonl is
+    only ever added to, so that a run that was done twice shows.
     """
-    run_dir, begin = Path(runs, spec.run_path), time.perf_counter()
+    run_dir = Path(runs, spec.run_path)
+    begin = time.perf_counter()
     with record.lock(run_dir):
         entry = record.new_record(spec, {})
         entry["spec"] |= {"planned_steps": STEPS, "n_train": 80, "n_eval": 80}
@@ -96,23 +105,24 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
 
 
 def holders(runs: Path) -> set[int]:
-    """The processes that have the lock of a run below that folder."""
-    locks, found = [path.stat() for path in runs.glob("*/*/.lock")], set()
-    for fd in Path("/proc").glob("[0-9]*/fd/*"):
+    """The ids of the processes that have the lock of a run below that folder."""
+    locks = [path.stat() for path in runs.glob("*/*/.lock")]
+    processes = set()
+    for open_file in Path("/proc").glob("[0-9]*/fd/*"):
         with contextlib.suppress(OSError):
-            if any(os.path.samestat(fd.stat(), lock) for lock in locks):
-                found.add(int(fd.parts[2]))
-    return found
+            opened = open_file.stat()
+            if any(os.path.samestat(opened, lock) for lock in locks):
+                processes.add(int(open_file.parts[2]))
+    return processes
 
 
 def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
-    """A notebook with a parameters cell, a cell that makes the spec and then does `before`, and one that works."""
+    """Write a notebook of three cells: parameters, the spec and then `before`, and `work`."""
     import nbformat  # slow, and of no use in a kernel
 
     notebook = nbformat.v4.new_notebook()
-    notebook.cells = [
-        nbformat.v4.new_code_cell(source) for source in (PARAMETERS, SPEC + before, work)
-    ]
+    sources = (PARAMETERS, SPEC + before, work)
+    notebook.cells = [nbformat.v4.new_code_cell(source) for source in sources]
     notebook.cells[0].metadata["tags"] = ["parameters"]
     notebook.metadata["kernelspec"] = {
         "name": "python3",
@@ -123,15 +133,16 @@ def write_notebook(path: Path, before: str = "", work: str = PRETEND) -> None:
 
 
 def environment(notebook: Path, machine: Machine, plain: bool) -> dict[str, str]:
-    """What a driver in this lab is told."""
-    # Two threads wait for each other on a busy machine.
-    given = {
+    """The environment variables of a driver in this lab."""
+    variables = {
         "SMALL_NOTEBOOK": str(notebook),
         "SMALL_SERVER": warm.address(),
-        "OMP_NUM_THREADS": "1",
+        "SMALL_MACHINE": json.dumps(dataclasses.asdict(machine)),
+        "OMP_NUM_THREADS": "1",  # two threads wait for each other on a busy machine
     }
-    given["SMALL_MACHINE"] = json.dumps(dataclasses.asdict(machine))
-    return given | ({"SMALL_PLAIN": "1"} if plain else {})
+    if plain:
+        variables["SMALL_PLAIN"] = "1"
+    return variables
 
 
 def stand_in(put=setattr) -> None:
@@ -154,7 +165,6 @@ if __name__ == "__main__":
         warm.share(os.environ["SMALL_SERVER"])
     code = main(sys.argv[1:])
     if code == STOPPED:
-        os._exit(
-            code
-        )  # as `python -m qa_lib` ends: Python's own way out fails where the terminal is gone
+        # As `python -m qa_lib` ends: Python's own way out fails where the terminal is gone.
+        os._exit(code)
     sys.exit(code)

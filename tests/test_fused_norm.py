@@ -1,6 +1,9 @@
-"""Bias, dropout, residual and norm in one kernel: against plain PyTorch in float64, all gradients included. And dropout
-by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told to."""
+"""Bias, dropout, residual and norm in one kernel, against plain PyTorch in float64 with gradients.
 
+And dropout by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told.
+"""
+
+import functools
 import math
 
 import pytest
@@ -19,26 +22,39 @@ EPS = 1e-5
 
 
 def drawn(rows, width, dtype=torch.float32, others=None):
-    """Product, bias, residual, gamma and beta, of a type and `others` of theirs; the output's gradient; and a seed."""
+    """The inputs of a norm, the gradient of its output, and a seed.
+
+    The inputs are a linear layer's output, of type `dtype`, and bias, residual, gamma and beta, of
+    type `others`, by default the same.
+    """
     torch.manual_seed(0)
     others = others or dtype
-    product, residual, grad = (
-        torch.randn(rows, width, device=DEVICE).to(kind) for kind in (dtype, others, others)
-    )
+    x = torch.randn(rows, width, device=DEVICE).to(dtype)
+    residual = torch.randn(rows, width, device=DEVICE).to(others) + 3
+    grad = torch.randn(rows, width, device=DEVICE).to(others)
     bias, gamma, beta = (torch.randn(width, device=DEVICE).to(others) for _ in range(3))
-    return (
-        (product, bias, residual + 3, gamma, beta),
-        grad,
-        torch.tensor(-1234567, dtype=torch.int32, device=DEVICE),
-    )
+    seed = torch.tensor(-1234567, dtype=torch.int32, device=DEVICE)
+    return (x, bias, residual, gamma, beta), grad, seed
 
 
 def by_kernel(seed, dropout):
-    return lambda *inputs: fused_norm._norm(*inputs, seed, dropout, EPS)[0]
+    """The function of the inputs that runs the kernel."""
+
+    def norm(*inputs):
+        output, _, _ = fused_norm._norm(*inputs, seed, dropout, EPS)
+        return output
+
+    return norm
 
 
 def by_plain(seed, dropout):
-    return lambda *inputs: fused_norm.reference(*inputs, seed, dropout, EPS)[1]
+    """The same function by plain PyTorch."""
+
+    def norm(*inputs):
+        _, output = fused_norm.reference(*inputs, seed, dropout, EPS)
+        return output
+
+    return norm
 
 
 def close(inputs, grad, seed, dropout, error):
@@ -47,7 +63,7 @@ def close(inputs, grad, seed, dropout, error):
 
 
 def plain_norm(x, bias, residual, gamma, beta, kept, rate):
-    """Bias, dropout by a mask, residual and layer norm by their formulas, written for the tests alone."""
+    """Bias, dropout by a mask, residual and layer norm by their formulas."""
     total = residual + (x + bias) * kept / (1 - rate)
     centred = total - total.sum(-1, keepdim=True) / total.shape[-1]
     variance = (centred * centred).sum(-1, keepdim=True) / total.shape[-1]
@@ -66,16 +82,17 @@ NORMS = [
     "shape", [(1, 1), (1, 2), (3, 5), (13, 129), (2, 1023), (3, 1025), (2, 3, 7)], ids=str
 )
 def test_shapes_of_odd_sizes_are_normed_by_the_formula(shape, norm):
-    """With what HashDropout drops, which the gradient of the product shows too."""
+    """With what HashDropout drops, which the gradient of the linear layer's output shows too."""
     inputs, grad, seed = drawn(math.prod(shape[:-1]), shape[-1])
-    inputs, grad = [x.view(shape) if x.ndim == 2 else x for x in inputs], grad.view(shape)
+    inputs = [x.view(shape) if x.ndim == 2 else x for x in inputs]
+    grad = grad.view(shape)
     dropout = HashDropout(0.25).to(DEVICE)
     dropout.seed.copy_(seed)
     kept = dropout(torch.ones(shape, device=DEVICE)) != 0
     wide = [x.double() for x in inputs]
-    wanted = with_gradients(lambda *x: plain_norm(*x, kept, 0.25), wide, grad.double())
-    found = with_gradients(lambda *x: norm(*x, seed, 0.25, EPS)[0], inputs, grad)
-    torch.testing.assert_close([x.double() for x in found], wanted, atol=2e-3, rtol=1e-4)
+    expected = with_gradients(lambda *x: plain_norm(*x, kept, 0.25), wide, grad.double())
+    results = with_gradients(lambda *x: norm(*x, seed, 0.25, EPS)[0], inputs, grad)
+    torch.testing.assert_close([x.double() for x in results], expected, atol=2e-3, rtol=1e-4)
 
 
 @pytest.mark.triton
@@ -98,166 +115,213 @@ HALVES = [
 @pytest.mark.triton
 @pytest.mark.parametrize(("dtype", "others", "error"), HALVES, ids=str)
 def test_in_half_precision_it_is_as_near_as_that_allows(dtype, others, error):
-    drew = drawn(9, 96, dtype, others)
-    found = close(*drew, 0.1, error)
-    assert [x.dtype for x in found] == [others or dtype, *(x.dtype for x in drew[0])]
+    inputs, grad, seed = drawn(9, 96, dtype, others)
+    output, *gradients = close(inputs, grad, seed, 0.1, error)
+    assert output.dtype == (others or dtype)
+    assert [gradient.dtype for gradient in gradients] == [x.dtype for x in inputs]
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_kernel_of_its_own_drops_the_same_and_the_same_gradients(dtype):
+def test_a_kernel_of_its_own_drops_the_same_elements_and_their_gradients(dtype):
     x, grad = torch.randn(2, 5, 333, device=DEVICE).to(dtype)
     seed = torch.tensor(77, dtype=torch.int32, device=DEVICE)
-    found = with_gradients(lambda x: common._HashDropout.apply(x, seed, 0.1), [x], grad)
-    for one, of in zip(found, (x, grad), strict=True):
-        wanted = common.hash_dropout(of.cpu(), seed.cpu(), 0.1)
-        assert torch.equal(one.cpu() == 0, wanted == 0)
-        torch.testing.assert_close(one.cpu(), wanted)
+    results = with_gradients(lambda x: common._HashDropout.apply(x, seed, 0.1), [x], grad)
+    for dropped, tensor in zip(results, (x, grad), strict=True):
+        expected = common.hash_dropout(tensor.cpu(), seed.cpu(), 0.1)
+        assert torch.equal(dropped.cpu() == 0, expected == 0)
+        torch.testing.assert_close(dropped.cpu(), expected)
 
 
 @pytest.mark.triton
 def test_large_means_and_tensors_that_are_not_contiguous_change_nothing():
-    (product, bias, residual, *weights), grad, seed = drawn(6, 96)
-    close(
-        (product.T.contiguous().T, bias, residual + 1000, *weights),
-        grad.T.contiguous().T,
-        seed,
-        0.1,
-        1e-3,
-    )
+    (x, bias, residual, gamma, beta), grad, seed = drawn(6, 96)
+    transposed_x = x.T.contiguous().T
+    transposed_grad = grad.T.contiguous().T
+    inputs = (transposed_x, bias, residual + 1000, gamma, beta)
+    close(inputs, transposed_grad, seed, dropout=0.1, error=1e-3)
 
 
 @pytest.mark.triton
-def test_the_operators_are_what_the_compiler_takes_them_for():
+@pytest.mark.parametrize("keeps", [False, True])
+def test_the_operators_are_what_the_compiler_takes_them_for(keeps):
     inputs, _, seed = drawn(4, 32)
-    arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS)
-    for keeps in (False, True):
-        library.opcheck(
-            fused_norm._norm, (*arguments, keeps), test_utils=CHECKS, atol=1e-5, rtol=1e-4
-        )
+    arguments = (*(x.requires_grad_() for x in inputs), seed, 0.1, EPS, keeps)
+    library.opcheck(fused_norm._norm, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
 def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
     inputs, grad, seed = drawn(70, 768, torch.bfloat16)
-    for found in replayed(lambda: with_gradients(by_kernel(seed, 0.1), inputs, grad), seed):
-        wide = [x.double() for x in inputs]
-        assert_close(found, with_gradients(by_plain(seed, 0.1), wide, grad.double()), 1e-2)
+    wide = [x.double() for x in inputs]
+    for results in replayed(lambda: with_gradients(by_kernel(seed, 0.1), inputs, grad), seed):
+        expected = with_gradients(by_plain(seed, 0.1), wide, grad.double())
+        assert_close(results, expected, 1e-2)
+
+
+# Models.
 
 
 def built(norms, gelu_="sigmoid", **sources):
-    """A model with such norms and GELU, as `packed_model`; the seeds of its dropout are those of every other."""
+    """A model with such norms and GELU, as `packed_model` gives it.
+
+    The seeds of its dropout are those of every other.
+    """
     settings = {"norms": norms, "gelu": gelu_}
-    model, packed, inputs = packed_model(
-        planned("E-gelu", settings=settings, machine=Machine(), **sources)
-    )
+    spec = planned("E-gelu", settings=settings, machine=Machine(), **sources)
+    model, packed, inputs = packed_model(spec)
     torch.manual_seed(5)
     renew(model)
     return model, packed, inputs
 
 
-def gradients(model, loss):
+def loss_and_gradients(model, loss):
+    """A loss, and the gradients of the model's parameters by name."""
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Makes the checkpoint of a tiny encoder of some kind, once."""
+    return functools.cache(lambda kind: checkpoint(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(scope="module")
+def results_of(folder_of):
+    """Computes the loss and the gradients of an encoder with such norms and GELU, once."""
+
+    @functools.cache
+    def results_of(kind, norms, gelu_):
+        model, packed, inputs = built(norms, gelu_, model=folder_of(kind))
+        return loss_and_gradients(model, packed(**inputs).loss)
+
+    return results_of
+
+
 @pytest.mark.parametrize("kind", having("E-gelu"))
-def test_every_encoder_has_it_with_the_loss_gradients_and_names_of_the_native_norms(kind, tmp_path):
-    """And GELU by a sigmoid nearly those of the exact one."""
-    folder, results = checkpoint(kind, tmp_path), []
-    for norms, gelu_ in (("native", "exact"), ("native", "sigmoid"), ("fused", "sigmoid")):
-        model, packed, inputs = built(norms, gelu_, model=folder)
-        results.append(gradients(model, packed(**inputs).loss))
-        layers = model.config.num_hidden_layers
-        assert sum(isinstance(m, FusedOutput) for m in model.modules()) == 2 * layers * (
-            norms == "fused"
-        )
-        assert sum(isinstance(m, FusedIntermediate) for m in model.modules()) == layers * (
-            gelu_ == "sigmoid"
-        )
-    exact, native, fused = results
-    assert list(exact) == list(native) == list(fused) and not torch.equal(
-        exact["loss"], native["loss"]
-    )
-    torch.testing.assert_close(native, exact, atol=1e-3, rtol=1e-3)
+def test_fused_norms_give_the_loss_the_gradients_and_the_names_of_native_ones(kind, results_of):
+    native = results_of(kind, "native", "sigmoid")
+    fused = results_of(kind, "fused", "sigmoid")
+    assert list(fused) == list(native)
     torch.testing.assert_close(fused, native, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", having("E-gelu"))
+def test_gelu_by_a_sigmoid_gives_nearly_the_loss_and_gradients_of_the_exact_one(kind, results_of):
+    exact = results_of(kind, "native", "exact")
+    sigmoid = results_of(kind, "native", "sigmoid")
+    assert list(sigmoid) == list(exact)
+    assert not torch.equal(sigmoid["loss"], exact["loss"])
+    torch.testing.assert_close(sigmoid, exact, atol=1e-3, rtol=1e-3)
+
+
+# By norms and GELU: how many modules of a layer are replaced.
+REPLACED = [("native", "exact", 0, 0), ("native", "sigmoid", 0, 1), ("fused", "sigmoid", 2, 1)]
+
+
+@pytest.mark.parametrize("kind", having("E-gelu"))
+@pytest.mark.parametrize(("norms", "gelu_", "outputs", "intermediates"), REPLACED)
+def test_every_encoder_can_have_them(kind, norms, gelu_, outputs, intermediates, folder_of):
+    model, _, _ = built(norms, gelu_, model=folder_of(kind))
+    layers = model.config.num_hidden_layers
+    modules = list(model.modules())
+    assert sum(isinstance(m, FusedOutput) for m in modules) == layers * outputs
+    assert sum(isinstance(m, FusedIntermediate) for m in modules) == layers * intermediates
+
+
+def norm_by_kernel(*inputs):
+    output, _, _ = fused_norm._norm(*inputs)
+    return None, output
+
+
+def gelu_gradients_by_kernel(*inputs):
+    x_grad, bias_grad, _, _ = gelu._gelu_backward(*inputs, 0.0)
+    return x_grad, bias_grad, None
+
+
+@pytest.fixture
+def kernels_in_place_of_references(monkeypatch):
+    monkeypatch.setattr(fused_norm, "reference", norm_by_kernel)
+    monkeypatch.setattr(gelu, "reference", gelu_gradients_by_kernel)
+    # The interpreter takes its time for each program.
+    for module in (fused_norm, gelu):
+        monkeypatch.setattr(module, "PROGRAMS", 2)
+    for options in (fused_norm.FORWARD, fused_norm.BACKWARD, gelu.BACKWARD):
+        monkeypatch.setitem(options, "ROWS", 256)
+
+
+def traced(norms):
+    """The loss and the gradients of a model that was traced, as the compiler has it."""
+    model, packed, inputs = built(norms)
+    forward = torch.compile(packed, backend="aot_eager", fullgraph=True)
+    return loss_and_gradients(model, forward(**inputs).loss)
 
 
 @pytest.mark.triton
 @pytest.mark.skipif(
     DEVICE.type == "cuda", reason="the model is on the CPU, for Triton's interpreter"
 )
-def test_the_model_trains_by_the_kernels_as_without_them(monkeypatch):
-    """Traced, as the compiler has it."""
-    results = []
-    for norms in ("native", "fused"):
-        model, packed, inputs = built(norms)
-        if norms == "fused":
-            monkeypatch.setattr(
-                fused_norm, "reference", lambda *inputs: (None, fused_norm._norm(*inputs)[0])
-            )
-            monkeypatch.setattr(
-                gelu, "reference", lambda *inputs: (*gelu._gelu_backward(*inputs, 0.0)[:2], None)
-            )
-            for module in (fused_norm, gelu):
-                monkeypatch.setattr(module, "PROGRAMS", 2)
-            for options in (fused_norm.FORWARD, fused_norm.BACKWARD, gelu.BACKWARD):
-                monkeypatch.setitem(
-                    options, "ROWS", 256
-                )  # the interpreter takes its time for each program
-        traced = torch.compile(packed, backend="aot_eager", fullgraph=True)
-        results.append(gradients(model, traced(**inputs).loss))
-    torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+def test_the_model_trains_by_the_kernels_as_without_them(request):
+    native = traced("native")
+    request.getfixturevalue("kernels_in_place_of_references")
+    torch.testing.assert_close(traced("fused"), native, atol=1e-5, rtol=1e-3)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
-def test_what_the_programs_found_is_added_up(programs, width):
-    sums = torch.randn(programs, width, device=DEVICE)
-    torch.testing.assert_close(
-        common.sum_partials(sums, torch.float32), sums.sum(0), atol=1e-4, rtol=1e-5
-    )
+def test_the_partial_sums_of_programs_are_added_up(programs, width):
+    partials = torch.randn(programs, width, device=DEVICE)
+    total = common.sum_partials(partials, torch.float32)
+    torch.testing.assert_close(total, partials.sum(0), atol=1e-4, rtol=1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=str)
 def test_a_norm_that_goes_two_ways_adds_up_both_gradients(used):
     inputs, grad, seed = drawn(7, 32)
-    kernel, grads = by_kernel(seed, 0.1), (grad, 2 * grad)[used]
-    found = with_gradients(
-        lambda *x: fused_norm._BothWays.apply(*x, seed, 0.1, EPS)[used], inputs, *grads
-    )
-    wanted = with_gradients(lambda *x: (kernel(*x), kernel(*x))[used], inputs, *grads)
-    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+    grads = (grad, 2 * grad)[used]
+    norm = by_kernel(seed, 0.1)
+
+    def both_ways(*x):
+        return fused_norm._BothWays.apply(*x, seed, 0.1, EPS)[used]
+
+    def two_norms(*x):
+        return (norm(*x), norm(*x))[used]
+
+    results = with_gradients(both_ways, inputs, *grads)
+    expected = with_gradients(two_norms, inputs, *grads)
+    torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
 
 
 def test_an_embedding_adds_up_its_gradient_as_pytorchs_own_does():
-    ids, weight, grad = (
-        torch.arange(100).view(2, 50) % 20,
-        torch.randn(20, 8),
-        torch.randn(2, 50, 8),
-    )
-    found = with_gradients(lambda weight: _Lookup.apply(ids, weight, 3), [weight], grad)
-    wanted = with_gradients(
-        lambda weight: torch.nn.functional.embedding(ids, weight, padding_idx=3), [weight], grad
-    )
-    torch.testing.assert_close(found, wanted)
+    ids = torch.arange(100).view(2, 50) % 20
+    weight = torch.randn(20, 8)
+    grad = torch.randn(2, 50, 8)
+
+    def by_pytorch(weight):
+        return torch.nn.functional.embedding(ids, weight, padding_idx=3)
+
+    results = with_gradients(lambda weight: _Lookup.apply(ids, weight, 3), [weight], grad)
+    torch.testing.assert_close(results, with_gradients(by_pytorch, [weight], grad))
 
 
-def test_a_pass_among_fake_tensors_leaves_no_trace_and_dynamo_traces_the_whole_model():
-    """No trace in the model's gradients, nor in the generator that draws dropout."""
+def test_a_pass_among_fake_tensors_leaves_no_gradients_and_draws_nothing():
     model, packed, inputs = built("fused")
     state = torch.get_rng_state()
     compile_kernels(lambda: packed(**inputs).loss, model)
-    assert all(p.grad is None for p in model.parameters()) and torch.equal(
-        state, torch.get_rng_state()
-    )
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_dynamo_traces_the_whole_model_after_a_pass_among_fake_tensors():
+    model, packed, inputs = built("fused")
+    compile_kernels(lambda: packed(**inputs).loss, model)
     loss = packed(**inputs).loss
-    traced = torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss
-    torch.testing.assert_close(traced, loss)
-    assert all(
-        grad is not None and grad.isfinite().all() for grad in gradients(model, traced).values()
-    )
+    traced_loss = torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss
+    torch.testing.assert_close(traced_loss, loss)
+    results = loss_and_gradients(model, traced_loss)
+    assert all(tensor is not None and tensor.isfinite().all() for tensor in results.values())
 
 
 @pytest.mark.triton
@@ -287,7 +351,7 @@ def dropout_of(seed: int) -> HashDropout:
     return dropout
 
 
-def test_rate_and_scale():
+def test_dropout_keeps_its_rate_and_scales_what_it_keeps():
     values = torch.randn(512, 768) + 3
     dropped = dropout_of(7)(values)
     kept = dropped != 0
@@ -296,31 +360,48 @@ def test_rate_and_scale():
 
 
 def test_patterns_of_seeds_neighbours_rows_and_columns_are_unrelated():
-    found = [
-        dropout_of(seed)(torch.ones(1024, 768)) != 0 for seed in (5, 6, 99, 5 + 768, 2**31 - 1)
-    ]
-    kept = torch.stack(found).flatten(1).float() - (1 - P)
+    seeds = (5, 6, 99, 5 + 768, 2**31 - 1)
+    patterns = torch.stack([dropout_of(seed)(torch.ones(1024, 768)) != 0 for seed in seeds])
+    kept = patterns.flatten(1).float() - (1 - P)
+    variance = P * (1 - P)
     noise = 1 / kept.shape[1] ** 0.5
-    related = kept @ kept.T / kept.shape[1] / (P * (1 - P))
-    assert (related - torch.eye(len(kept))).abs().max() < 5 * noise
+    correlations = kept @ kept.T / kept.shape[1] / variance
+    assert (correlations - torch.eye(len(kept))).abs().max() < 5 * noise
+    first = kept[0]
     for distance in (1, 2, 64, 768, 1536):
-        assert (kept[0, distance:] * kept[0, :-distance]).mean().abs() / (P * (1 - P)) < 5 * noise
-    one = kept[0].view(1024, 768)
-    for axis, n in ((0, 1024), (1, 768)):
-        assert one.mean(axis).std().item() == pytest.approx((P * (1 - P) / n) ** 0.5, rel=0.15)
+        correlation = (first[distance:] * first[:-distance]).mean() / variance
+        assert correlation.abs() < 5 * noise, distance
+    for axis, elements in ((0, 1024), (1, 768)):
+        deviation = first.view(1024, 768).mean(axis).std().item()
+        assert deviation == pytest.approx((variance / elements) ** 0.5, rel=0.15)
 
 
-def test_every_layer_has_its_own_and_renewal_changes_all_reproducibly():
-    model = build_model(planned("E-packed", settings={"dropout": "hash"})).to(torch.bfloat16)
-    found = [module for module in model.modules() if isinstance(module, HashDropout)]
-    assert (
-        len(found) == 1 + 2 * model.config.num_hidden_layers and found[0].seed.dtype == torch.int32
-    )
+@pytest.fixture
+def model_with_hash_dropout():
+    """In half precision, which leaves the seeds as they are."""
+    return build_model(planned("E-packed", settings={"dropout": "hash"})).to(torch.bfloat16)
 
-    drawn = []
-    for seed in (0, 1, 0):
-        torch.manual_seed(seed)
-        renew(model)
-        drawn.append(torch.stack([module.seed for module in found]))
-    assert len(set(drawn[0].tolist())) == len(found)
-    assert not (drawn[1] == drawn[0]).any() and torch.equal(drawn[2], drawn[0])
+
+def seeds_of(model):
+    modules = [module for module in model.modules() if isinstance(module, HashDropout)]
+    return torch.stack([module.seed for module in modules])
+
+
+def renewed_seeds(model, seed):
+    """The seeds that a model gets from PyTorch's generator after `seed`."""
+    torch.manual_seed(seed)
+    renew(model)
+    return seeds_of(model)
+
+
+def test_embeddings_and_both_blocks_of_every_layer_have_a_seed_each(model_with_hash_dropout):
+    seeds = renewed_seeds(model_with_hash_dropout, 0)
+    assert len(seeds) == 1 + 2 * model_with_hash_dropout.config.num_hidden_layers
+    assert seeds.dtype == torch.int32
+    assert len(set(seeds.tolist())) == len(seeds)
+
+
+def test_renewal_changes_all_seeds_reproducibly(model_with_hash_dropout):
+    seeds = renewed_seeds(model_with_hash_dropout, 0)
+    assert not (renewed_seeds(model_with_hash_dropout, 1) == seeds).any()
+    assert torch.equal(renewed_seeds(model_with_hash_dropout, 0), seeds)

@@ -1,4 +1,4 @@
-"""GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more for the backward pass."""
+"""GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more than that."""
 
 import functools
 
@@ -16,34 +16,34 @@ from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
 from tests.kernels import DEVICE, assert_close, with_gradients
 from tests.material import refused
 
+# By type, the error that a kernel may have as a share of the result's norm.
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 
 def drawn(rows, width, dtype=torch.float32):
-    """The output's gradient, the product and the bias."""
+    """The output's gradient, the linear layer's output and its bias."""
     torch.manual_seed(0)
-    grad, product = (2 * torch.randn(2, rows, width, device=DEVICE)).to(dtype)
-    product[0, 0] = 30  # beyond what the polynomial is for
-    return grad, product, torch.randn(width, device=DEVICE).to(dtype)
+    grad, x = (2 * torch.randn(2, rows, width, device=DEVICE)).to(dtype)
+    x[0, 0] = 30  # beyond what the polynomial is for
+    return grad, x, torch.randn(width, device=DEVICE).to(dtype)
 
 
 def test_value_and_gradient_are_within_a_fraction_of_half_a_step_of_bf16():
-    x = torch.cat(
-        [torch.linspace(-40, 40, 400_001), torch.linspace(-1e-3, 1e-3, 101)]
-    ).requires_grad_()
+    near_zero = torch.linspace(-1e-3, 1e-3, 101)
+    x = torch.cat([torch.linspace(-40, 40, 400_001), near_zero]).requires_grad_()
     value = gelu(x[:, None], torch.zeros(1))[:, 0]
     (gradient,) = torch.autograd.grad(value.sum(), x)
     wide = x.detach().double().requires_grad_()
     exact = wide * torch.special.erfc(-wide / 2**0.5) / 2
-    (expected,) = torch.autograd.grad(exact.sum(), wide)
+    (exact_gradient,) = torch.autograd.grad(exact.sum(), wide)
     half_step = 2**-9
     assert ((value - exact).abs() <= 0.21 * (half_step * exact.abs() + 1e-5)).all()
-    assert ((gradient - expected).abs() <= 0.21 * (half_step * expected.abs() + 1e-3)).all()
+    error = (gradient - exact_gradient).abs()
+    assert (error <= 0.21 * (half_step * exact_gradient.abs() + 1e-3)).all()
 
 
-@torch._functorch.config.patch(
-    ban_recompute_materialized_backward=True
-)  # a run before this may have left it False
+# A run before this may have left it False.
+@torch._functorch.config.patch(ban_recompute_materialized_backward=True)
 def test_the_compiler_keeps_input_and_output_and_nothing_else():
     kept = []
 
@@ -66,25 +66,28 @@ def test_the_compiler_keeps_input_and_output_and_nothing_else():
 
 
 def test_the_approximation_by_tanh_is_a_sigmoid_of_two_terms():
-    x, grad = (
-        torch.linspace(-9, 9, 2001).double()[:, None],
-        torch.linspace(-1, 2, 2001).double()[:, None],
-    )
-    inputs = x, torch.tensor([0.25], dtype=torch.float64)
-    wanted = with_gradients(
-        lambda x, bias: torch.nn.functional.gelu(x + bias, approximate="tanh"), inputs, grad
-    )
-    found = with_gradients(lambda x, bias: gelu(x, bias, tanh=True), inputs, grad)
-    torch.testing.assert_close(found, wanted, rtol=1e-6, atol=1e-8)
+    x = torch.linspace(-9, 9, 2001).double()[:, None]
+    grad = torch.linspace(-1, 2, 2001).double()[:, None]
+    inputs = [x, torch.tensor([0.25], dtype=torch.float64)]
+
+    def by_pytorch(x, bias):
+        return torch.nn.functional.gelu(x + bias, approximate="tanh")
+
+    def by_sigmoid(x, bias):
+        return gelu(x, bias, tanh=True)
+
+    results = with_gradients(by_sigmoid, inputs, grad)
+    expected = with_gradients(by_pytorch, inputs, grad)
+    torch.testing.assert_close(results, expected, rtol=1e-6, atol=1e-8)
 
 
 def test_another_activation_is_refused_by_name():
     config = GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=100, activation_function="silu")
-    refused(
-        "stands for GELU, and this model has SiLU",
-        use_sigmoid_gelu,
-        AutoModelForCausalLM.from_config(config),
-    )
+    model = AutoModelForCausalLM.from_config(config)
+    refused("stands for GELU, and this model has SiLU", use_sigmoid_gelu, model)
+
+
+# The kernels.
 
 
 @pytest.mark.triton
@@ -94,38 +97,61 @@ def test_another_activation_is_refused_by_name():
 def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh, monkeypatch):
     monkeypatch.setattr(gelus, "PROGRAMS", 2)
     grad, *inputs = drawn(rows, width, dtype)
+    value = gelus._gelu_forward(*inputs, 0.0, tanh)
+    x_grad, bias_grad, x_grad8, output = gelus._gelu_backward(grad, *inputs, 0.0, tanh)
+    results = [value, x_grad, bias_grad]
+    assert {tensor.dtype for tensor in results} == {dtype}
+    assert x_grad8.numel() == output.numel() == 0, "nobody asked for 8 bits"
     wide = [x.cpu().double() for x in inputs]
-    value, *slopes = with_gradients(lambda *x: gelu(*x, tanh), wide, grad.cpu().double())
-    *found, eighth, again = gelus._gelu_backward(grad, *inputs, 0.0, tanh)
-    found.insert(0, gelus._gelu_forward(*inputs, 0.0, tanh))
-    assert eighth.numel() == again.numel() == 0 and {one.dtype for one in found} == {dtype}
-    assert_close([one.cpu() for one in found], [value, *slopes], error)
+    expected = with_gradients(lambda *x: gelu(*x, tanh), wide, grad.cpu().double())
+    assert_close([tensor.cpu() for tensor in results], expected, error)
 
 
 @pytest.mark.triton
-def test_its_operator_is_what_the_compiler_takes_it_for():
-    for factor in (0.0, 2.0**10):
-        for call, inputs in (
-            (gelus._gelu_forward, drawn(4, 32)[1:]),
-            (gelus._gelu_backward, drawn(4, 32)),
-        ):
-            library.opcheck(call, (*inputs, factor), test_utils=("test_schema", "test_faketensor"))
+@pytest.mark.parametrize("factor", [0.0, 2.0**10])
+def test_the_operators_are_what_the_compiler_takes_them_for(factor):
+    checks = ("test_schema", "test_faketensor")
+    grad, *inputs = drawn(4, 32)
+    library.opcheck(gelus._gelu_forward, (*inputs, factor), test_utils=checks)
+    library.opcheck(gelus._gelu_backward, (grad, *inputs, factor), test_utils=checks)
 
 
-@pytest.mark.triton
-@pytest.mark.parametrize(
-    "call", [gelus._gelu_forward, gelus._gelu_backward], ids=["forward", "backward"]
-)
-def test_either_kernel_writes_its_result_in_8_bits_and_the_second_that_of_the_first_again(call):
-    grad, *inputs = drawn(4, 32, torch.bfloat16)
-    grad[0, 1] = inputs[0][0, 1] = 1000.0  # which would be infinite in 8 bits
-    value = gelus._gelu_forward(*inputs, 0.0)
-    if call is gelus._gelu_forward:
-        eighth, wanted, most = call(*inputs, 2.0**10), in_e4m3(value, 2.0**10), E4M3_MAX
-    else:
-        result, _, eighth, again = call(grad, *inputs, 2.0**10)
-        assert torch.equal(again, value)
-        wanted, most = in_e5m2(result, 2.0**10), E5M2_MAX
-    assert eighth.dtype == wanted.dtype and eighth.float().abs().max() == most
+FACTOR = 2.0**10
+
+
+@pytest.fixture
+def beyond_8_bits():
+    """The arguments of the backward kernel, with values that would be infinite in 8 bits."""
+    grad, x, bias = drawn(4, 32, torch.bfloat16)
+    grad[0, 1] = 1000.0
+    x[0, 1] = 1000.0
+    return grad, x, bias
+
+
+def assert_in_8_bits(tensor8, expected, largest) -> None:
+    """A tensor has the values of another in 8 bits, and the largest of them."""
+    assert tensor8.dtype == expected.dtype
+    assert tensor8.float().abs().max() == largest
     # Triton's interpreter rounds some numbers to another neighbour.
-    assert (eighth.float() == wanted.float()).float().mean() >= (0.9 if DEVICE.type == "cpu" else 1)
+    least_share = 0.9 if DEVICE.type == "cpu" else 1
+    assert (tensor8.float() == expected.float()).float().mean() >= least_share
+
+
+@pytest.mark.triton
+def test_the_forward_kernel_writes_its_result_in_8_bits(beyond_8_bits):
+    _, *inputs = beyond_8_bits
+    value = gelus._gelu_forward(*inputs, 0.0)
+    assert_in_8_bits(gelus._gelu_forward(*inputs, FACTOR), in_e4m3(value, FACTOR), E4M3_MAX)
+
+
+@pytest.mark.triton
+def test_the_backward_kernel_writes_its_result_in_8_bits_too(beyond_8_bits):
+    x_grad, _, x_grad8, _ = gelus._gelu_backward(*beyond_8_bits, FACTOR)
+    assert_in_8_bits(x_grad8, in_e5m2(x_grad, FACTOR), E5M2_MAX)
+
+
+@pytest.mark.triton
+def test_the_backward_kernel_writes_the_result_of_the_forward_kernel_again(beyond_8_bits):
+    _, *inputs = beyond_8_bits
+    _, _, _, output = gelus._gelu_backward(*beyond_8_bits, FACTOR)
+    assert torch.equal(output, gelus._gelu_forward(*inputs, 0.0))

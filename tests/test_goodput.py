@@ -10,7 +10,7 @@ import torch
 from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.schema import Noise
 from qa_lib.spec.variants import Settings
-from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise
+from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
 from qa_lib.train.parallel import zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -53,7 +53,7 @@ def mean_square_norms(processes: int, samples: int, steps: int) -> tuple[float, 
 @pytest.mark.parametrize(("processes", "samples"), [(2, 16), (4, 8), (8, 1)])
 def test_the_noise_scale_is_found_whatever_the_processes(processes, samples):
     of_each, of_mean = mean_square_norms(processes, samples, steps=5000)
-    found = noise(of_each, of_mean, processes, samples)
+    found = noise_from_norms(of_each, of_mean, processes, samples)
     assert found.sqr == pytest.approx(LENGTH**2, rel=0.02)
     assert found.var / found.sqr == pytest.approx(NOISE_SCALE, rel=0.04)
 
@@ -102,7 +102,7 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(alone, ranks):
     weight = 1 - SMOOTHING ** (8 / REFERENCE)
     torch.testing.assert_close(ranks.stats.norms, weight * torch.stack([of_first, of_all]))
     found = ranks.stats.noise(steps=1)
-    expected = noise(float(of_first), float(of_all), parts=4, samples=2)
+    expected = noise_from_norms(float(of_first), float(of_all), parts=4, samples=2)
     assert found.sqr == pytest.approx(expected.sqr)
     assert found.var == pytest.approx(expected.var)
     assert found.steps == 1
@@ -131,7 +131,7 @@ def test_the_means_reach_back_over_as_many_samples_whatever_the_batch(batch, ran
         ranks.stats.note_norms(*norms)
     share = 1 / (1 + np.exp(-1))
     own, mean = (share * new + (1 - share) * old).tolist()
-    expected = noise(own, mean, parts=4, samples=batch // 4)
+    expected = noise_from_norms(own, mean, parts=4, samples=batch // 4)
     found = ranks.stats.noise(2 * steps)
     assert found.sqr == pytest.approx(expected.sqr, rel=0.01)
     assert found.var == pytest.approx(expected.var, rel=0.01)

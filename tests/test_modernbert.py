@@ -1,4 +1,4 @@
-"""ModernBERT by itself: windows and angles in packed sequences, what it lacks, and what it is said to cost."""
+"""ModernBERT by itself: windows and angles in packed sequences, what it lacks, what it costs."""
 
 import copy
 import dataclasses
@@ -22,13 +22,10 @@ from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
-LENGTHS = (
-    50,
-    7,
-    33,
-    80,
-)  # of samples: within the window of a token, around it and several times as long
-ENDS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+# Of samples: within the window of a token, around it and several times as long.
+LENGTHS = (50, 7, 33, 80)
+CU_SEQLENS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+LIMITS = [max(LENGTHS)] * len(LENGTHS)
 
 
 @pytest.fixture(scope="module")
@@ -39,10 +36,13 @@ def folder(tmp_path_factory):
 def built(folder, attention: str, **changes):
     """The model of a folder with more layers than it has, of every kind; its weights are random."""
     config = AutoConfig.from_pretrained(folder)
-    config.num_hidden_layers, config.layer_types = (
-        4,
-        ["full_attention", *["sliding_attention"] * 2, "full_attention"],
-    )
+    config.layer_types = [
+        "full_attention",
+        "sliding_attention",
+        "sliding_attention",
+        "full_attention",
+    ]
+    config.num_hidden_layers = len(config.layer_types)
     config.update(changes)
     torch.manual_seed(1)
     return AutoModelForQuestionAnswering.from_config(config, attn_implementation=attention).eval()
@@ -50,83 +50,142 @@ def built(folder, attention: str, **changes):
 
 def packed_logits(model, samples):
     """Start and end logits [2, tokens] of samples in one sequence."""
-    inputs = torch.cat(samples)[None], torch.cat([torch.arange(n) for n in LENGTHS])[None], ENDS
-    found = Packed(model, [max(LENGTHS)] * len(LENGTHS))(
-        *inputs, *torch.ones(2, len(LENGTHS), dtype=torch.int64)
+    any_answers = torch.ones(len(LENGTHS), dtype=torch.int64)
+    output = Packed(model, LIMITS)(
+        input_ids=torch.cat(samples)[None],
+        position_ids=torch.cat([torch.arange(length) for length in LENGTHS])[None],
+        cu_seqlens=CU_SEQLENS,
+        start_positions=any_answers,
+        end_positions=any_answers,
     )
-    return torch.cat([found.start_logits, found.end_logits])
+    return torch.cat([output.start_logits, output.end_logits])
 
 
-@pytest.mark.parametrize("other", ["eager", "sdpa"])
-def test_packed_logits_are_those_of_transformers_own_for_each_sample(other, folder):
-    samples, own = [torch.randint(5, 100, (n,)) for n in LENGTHS], built(folder, other)
+@pytest.fixture(scope="module")
+def samples():
+    torch.manual_seed(0)
+    return [torch.randint(5, 100, (length,)) for length in LENGTHS]
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_packed_logits_are_those_of_transformers_own_for_each_sample(attention, folder, samples):
     packed = packed_logits(built(folder, attention_name("block-diagonal")), samples)
-    alone = [own(sample[None]) for sample in samples]
-    wanted = torch.stack(
-        [torch.cat([one[name][0] for one in alone]) for name in ("start_logits", "end_logits")]
-    )
     assert packed.std() > 0.1
-    torch.testing.assert_close(packed, wanted, atol=1e-5, rtol=0)
-    # A window of another size, other angles in either kind of layer, or none of both would have been seen.
-    angles = copy.deepcopy(own.config.rope_parameters)
+    model = built(folder, attention)
+    outputs = [model(sample[None]) for sample in samples]
+    start_logits = torch.cat([output.start_logits[0] for output in outputs])
+    end_logits = torch.cat([output.end_logits[0] for output in outputs])
+    expected = torch.stack([start_logits, end_logits])
+    torch.testing.assert_close(packed, expected, atol=1e-5, rtol=0)
+
+
+def with_other_angles(folder) -> dict:
+    """The rotary embeddings of a config, with other angles in layers that look at a window."""
+    angles = copy.deepcopy(AutoConfig.from_pretrained(folder).rope_parameters)
     angles["sliding_attention"]["rope_theta"] *= 4
-    for changes in (
-        {"local_attention": 18},
-        {"local_attention": 1024},
-        {"rope_parameters": angles},
-    ):
-        with torch.no_grad():
-            changed = packed_logits(
-                built(folder, attention_name("block-diagonal"), **changes), samples
-            )
-        assert (changed - packed).abs().max() > 1e-3
+    return {"rope_parameters": angles}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param(lambda _: {"local_attention": 18}, id="a wider window"),
+        pytest.param(lambda _: {"local_attention": 1024}, id="no window"),
+        pytest.param(with_other_angles, id="other angles"),
+    ],
+)
+def test_another_window_and_other_angles_would_be_seen(changes, folder, samples):
+    attention = attention_name("block-diagonal")
+    with torch.no_grad():
+        packed = packed_logits(built(folder, attention), samples)
+        changed = packed_logits(built(folder, attention, **changes(folder)), samples)
+    assert (changed - packed).abs().max() > 1e-3
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="FlashAttention takes a GPU")
 def test_flash_has_the_window_of_the_mask_in_both_passes():
-    segments = Segments(ENDS.cuda(), [max(LENGTHS)] * len(LENGTHS))
-    *parts, grad = torch.randn(4, sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
-    found = with_gradients(lambda *own: flash(*own, segments, 0.0, 0.125, 8), parts, grad)
-    wanted = with_gradients(lambda *own: blockmask(*own, segments, 0.0, 0.125, 8), parts, grad)
-    torch.testing.assert_close(found, wanted, atol=2e-2, rtol=2e-2)
-    assert (flash(*parts, segments, 0.0, 0.125) - found[0]).abs().max() > 0.1
+    segments = Segments(CU_SEQLENS.cuda(), LIMITS)
+    *qkv, grad = torch.randn(4, sum(LENGTHS), 2, 64, device="cuda", dtype=torch.bfloat16)
+    options = {"segments": segments, "dropout": 0.0, "scale": 0.125}
+
+    def by_flash(*qkv):
+        return flash(*qkv, window=8, **options)
+
+    def by_mask(*qkv):
+        return blockmask(*qkv, window=8, **options)
+
+    results = with_gradients(by_flash, qkv, grad)
+    expected = with_gradients(by_mask, qkv, grad)
+    torch.testing.assert_close(results, expected, atol=2e-2, rtol=2e-2)
+    assert (flash(*qkv, **options) - results[0]).abs().max() > 0.1
 
 
-def test_frequencies_stay_exact_under_bf16_weights_over_masters(folder, tmp_path):
-    # As a GPU has them, but for the graph and Inductor.
+# A model with bf16 weights over masters.
+
+
+@pytest.fixture(scope="module")
+def data_and_model(folder, tmp_path_factory):
+    """The data and the model of three steps as a GPU has them, but for the graph and Inductor."""
     changes = {"precision": "bf16", "optimizer": "adamw-master", "compile": "none"}
     sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0}
     spec = planned("E-masters", settings=changes, sizes=sizes, model=folder)
-    data, model = load_data(spec), build_model(spec)
-    exact = copy.deepcopy(dict(model.model.rotary_emb.named_buffers()))
-    trained(spec, data.samples, tmp_path, model)
-    assert len(set(losses_of(tmp_path))) == 3 and torch.tensor(losses_of(tmp_path)).isfinite().all()
+    data = load_data(spec)
+    model = build_model(spec)
+    model.exact_frequencies = copy.deepcopy(frequencies_of(model))
+    run_dir = tmp_path_factory.mktemp("run")
+    trained(spec, data.samples, run_dir, model)
+    losses = losses_of(run_dir)
+    assert len(set(losses)) == 3
+    assert torch.tensor(losses).isfinite().all()
+    return data, model
+
+
+def frequencies_of(model) -> dict[str, torch.Tensor]:
+    return dict(model.model.rotary_emb.named_buffers())
+
+
+def test_frequencies_stay_exact_under_bf16_weights(data_and_model):
+    _, model = data_and_model
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    torch.testing.assert_close(dict(model.model.rotary_emb.named_buffers()), exact, atol=0, rtol=0)
+    torch.testing.assert_close(frequencies_of(model), model.exact_frequencies, atol=0, rtol=0)
+
+
+def test_a_model_with_bf16_weights_is_saved_as_it_is(data_and_model, tmp_path):
+    data, model = data_and_model
     save_model(model, data.tokenizer, tmp_path / "model")
-    again = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
+    saved = AutoModelForQuestionAnswering.from_pretrained(tmp_path / "model").eval()
     ids = torch.randint(5, 100, (2, 60))
-    torch.testing.assert_close(
-        again(ids).start_logits, model.eval()(ids).start_logits, atol=1e-5, rtol=1e-5
-    )
+    expected = model.eval()(ids).start_logits
+    torch.testing.assert_close(saved(ids).start_logits, expected, atol=1e-5, rtol=1e-5)
     assert ask(tmp_path / "model", "who came ?", "then alice baker came .")["nbest"]
 
 
-def test_what_pretraining_has_left_is_its_head_and_what_it_lacks_is_new(folder, tmp_path, caplog):
-    pretrained = ModernBertForMaskedLM(AutoConfig.from_pretrained(folder))
-    pretrained.save_pretrained(tmp_path)
+# Adapters on a pretrained model.
+
+
+@pytest.fixture
+def pretrained(folder, tmp_path):
+    """A pretrained model, which lies in `tmp_path`."""
+    model = ModernBertForMaskedLM(AutoConfig.from_pretrained(folder))
+    model.save_pretrained(tmp_path)
+    return model
+
+
+def test_the_head_that_pretraining_has_left_is_kept_without_a_word(pretrained, tmp_path, caplog):
     model = build_model(planned("B1", model=str(tmp_path)))
     assert torch.equal(model.head.dense.weight, pretrained.head.dense.weight)
     assert not caplog.messages
-    assert all(
-        parameter.requires_grad for module in heads_of(model) for parameter in module.parameters()
-    )
-    trained = {
-        name.split(".lora_")[0].rpartition(".")[2]
-        for name, p in model.named_parameters()
-        if p.requires_grad
-    }
-    assert trained == {"Wqkv", "weight", "bias"}, "adapters, and what is above the layers"
+
+
+def test_adapters_train_and_so_does_what_is_above_the_layers(pretrained, tmp_path):
+    model = build_model(planned("B1", model=str(tmp_path)))
+    heads = [parameter for module in heads_of(model) for parameter in module.parameters()]
+    assert all(parameter.requires_grad for parameter in heads)
+    names = [name for name, p in model.named_parameters() if p.requires_grad]
+    adapted = {name.split(".lora_")[0].rpartition(".")[2] for name in names if ".lora_" in name}
+    assert adapted == {"Wqkv"}
+    others = {name.rpartition(".")[2] for name in names if ".lora_" not in name}
+    assert others == {"weight", "bias"}
 
 
 GPU = dataclasses.replace(gpu_of(90), gpus=2, torchao=bool(find_spec("torchao")))
@@ -175,13 +234,21 @@ def test_its_memory_is_said_to_be_unknown_and_distilberts_is_known(folder, tmp_p
     refused("A3: what modernbert keeps for its backward pass is not predicted", estimate, unknown)
 
 
+def flops_of(folder, tokens, local_attention):
+    """The operations of a step on one sample, for a window of that size."""
+    model = built(folder, "sdpa", local_attention=local_attention)
+    return StepFlops(model).flops(tokens, tokens**2)
+
+
 def test_arithmetic_of_attention_counts_a_window_where_there_is_one(folder):
-    whole, local = (built(folder, "sdpa", local_attention=around) for around in (1024, 16))
-    for n in (8, 300):
-        place = torch.arange(n)
-        pairs = ((place[:, None] - place).abs() <= 8).sum().item()
-        full, seen = (StepFlops(model).flops(n, n**2) for model in (whole, local))
-        saved = (
-            3 * 4 * 2 * 64 * (n**2 - pairs)
-        )  # of two layers of width 64, and twice as much in the backward pass
-        assert full - seen == pytest.approx(saved if n > 17 else 0, rel=0.01)
+    tokens = 300
+    place = torch.arange(tokens)
+    pairs = ((place[:, None] - place).abs() <= 8).sum().item()
+    # For two layers of width 64, and twice as much in the backward pass.
+    saved = 3 * 4 * 2 * 64 * (tokens**2 - pairs)
+    difference = flops_of(folder, tokens, 1024) - flops_of(folder, tokens, 16)
+    assert difference == pytest.approx(saved, rel=0.01)
+
+
+def test_a_window_saves_nothing_for_samples_that_fit_into_it(folder):
+    assert flops_of(folder, 8, 1024) == flops_of(folder, 8, 16)

@@ -1,4 +1,4 @@
-"""Frozen weights in 4 bits: the product against the weight that they stand for, and what trains beside them."""
+"""Frozen weights in 4 bits: the product with what they stand for, and what trains beside them."""
 
 import pytest
 import torch
@@ -16,52 +16,69 @@ from tests.kernels import with_gradients
 from tests.material import python
 from tests.tiny import planned
 
-WIDTHS = 96, 160  # of inputs and outputs; neither is a power of 2
+# Of the linear layer; neither is a power of 2.
+INPUTS = 96
+OUTPUTS = 160
 
 
-def model_of(precision="bf16", row="L-qlora"):
-    words = {
-        "data": "synthetic:1",
-        "model": "gpt2:L2H128V512",
-        "micro_batch": 4,
-        "machine": gpu_of(90),
-    }
-    return build_model(planned(row, "lm-quality", {"precision": precision}, **words))
+def model_of(precision="bf16", variant="L-qlora"):
+    spec = planned(
+        variant,
+        "lm-quality",
+        {"precision": precision},
+        data="synthetic:1",
+        model="gpt2:L2H128V512",
+        micro_batch=4,
+        machine=gpu_of(90),
+    )
+    return build_model(spec)
 
 
 @pytest.fixture(params=["linear", "conv1d", "no bias"])
 def layer(request):
     torch.manual_seed(0)
     if request.param != "conv1d":
-        return torch.nn.Linear(*WIDTHS, bias=request.param == "linear")
-    made = Conv1D(*reversed(WIDTHS))
-    torch.nn.init.normal_(made.bias)
-    return made
+        return torch.nn.Linear(INPUTS, OUTPUTS, bias=request.param == "linear")
+    conv1d = Conv1D(OUTPUTS, INPUTS)
+    torch.nn.init.normal_(conv1d.bias)
+    return conv1d
 
 
 @pytest.fixture
 def small(layer):
+    """The layer in 4 bits."""
     return NF4Linear(layer, torch.float32)
 
 
-def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(layer, small):
-    weight = small.wide()
-    own = layer.weight.T if isinstance(layer, Conv1D) else layer.weight
-    assert weight.shape == own.shape == (160, 96)
-    error = (weight - own).abs().max() / own.abs().max()
-    assert 0 < error < 0.16, "16 values between -1 and 1: half of the widest gap is 0.152"
+def weight_of(layer):
+    """The weight [out, in] of a linear layer, of which GPT-2's has the transpose."""
+    return layer.weight.T if isinstance(layer, Conv1D) else layer.weight
 
-    x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1])
-    wanted = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
-    torch.testing.assert_close(with_gradients(small, [x], grad), wanted, atol=1e-5, rtol=1e-5)
-    arguments = (x.requires_grad_(), small.weight, small.scales, WIDTHS[1])
-    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+
+@pytest.fixture
+def x():
+    return torch.randn(3, 5, INPUTS)
+
+
+@pytest.fixture
+def grad():
+    return torch.randn(3, 5, OUTPUTS)
+
+
+# The weight.
+
+
+def test_the_bits_stand_for_nearly_the_weight(layer, small):
+    weight = weight_of(layer)
+    assert small.wide().shape == weight.shape == (OUTPUTS, INPUTS)
+    error = (small.wide() - weight).abs().max() / weight.abs().max()
+    assert 0 < error < 0.16, "16 values between -1 and 1: half of the widest gap is 0.152"
 
 
 def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
     from bitsandbytes.nn import Params4bit
 
-    weight = (layer.weight.T if small.transposed else layer.weight).detach().contiguous()
+    weight = weight_of(layer).detach().contiguous()
     theirs = Params4bit(
         weight, requires_grad=False, quant_type="nf4", compress_statistics=False
     ).to("cpu")
@@ -69,66 +86,107 @@ def test_its_bits_are_those_of_bitsandbytes_own_layer(layer, small):
     assert torch.equal(theirs.quant_state.absmax, small.scales.view(torch.float32))
 
 
+def test_a_weight_takes_4_bits_and_its_share_of_a_scale(small):
+    bits = 8 * (small.weight.nbytes + small.scales.nbytes)
+    assert bits / (INPUTS * OUTPUTS) == pytest.approx(4 + 32 / 64)
+
+
+def test_the_weight_does_not_train(small):
+    assert not small.weight.requires_grad
+    assert not small.scales.requires_grad
+
+
+def test_a_model_in_half_precision_leaves_the_scales_as_they_are(small):
+    weight = small.wide()
+    assert torch.equal(small.half().wide(), weight)
+
+
+# The layer.
+
+
+def test_product_and_gradient_are_those_of_the_weight_that_the_bits_stand_for(
+    layer, small, x, grad
+):
+    weight = small.wide()
+    results = with_gradients(small, [x], grad)
+    expected = with_gradients(lambda x: F.linear(x, weight, layer.bias), [x], grad)
+    torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_the_operator_is_what_the_compiler_takes_it_for(small, x):
+    arguments = (x.requires_grad_(), small.weight, small.scales, OUTPUTS)
+    library.opcheck(torch.ops.qa_lib.nf4_linear.default, arguments)
+
+
+def product_in(layer, small):
+    """The layer's product with the weight in 4 bits, in the type in which `small` computes."""
+    weight = small.wide().to(small.compute)
+    bias = 0 if layer.bias is None else layer.bias.to(small.compute)
+    return lambda x: F.linear(x, weight) + bias
+
+
 @pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
-def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute):
+def test_both_passes_are_in_the_type_that_it_computes_in(layer, compute, x, grad):
     small = NF4Linear(layer, compute)
-    x, grad = torch.randn(3, 5, WIDTHS[0]), torch.randn(3, 5, WIDTHS[1]).to(compute)
-    bias = 0 if layer.bias is None else layer.bias.to(compute)
-    weight = small.wide().to(compute)
-    expected, wanted = with_gradients(
-        lambda half: F.linear(half, weight) + bias, [x.to(compute)], grad
-    )
-    torch.testing.assert_close(
-        with_gradients(small, [x], grad), [expected, wanted.float()], atol=0, rtol=0
-    )
-    with torch.autocast("cpu", torch.bfloat16 if compute == torch.float16 else torch.float16):
-        assert torch.equal(small(x), expected), "whatever a surrounding autocast says"
+    results = with_gradients(small, [x], grad.to(compute))
+    output, x_grad = with_gradients(product_in(layer, small), [x.to(compute)], grad.to(compute))
+    torch.testing.assert_close(results, [output, x_grad.float()], atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("width", [WIDTHS[0] // 2, 2 * WIDTHS[0]])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16], ids=str)
+def test_a_surrounding_autocast_changes_nothing(layer, compute, x):
+    small = NF4Linear(layer, compute)
+    expected = product_in(layer, small)(x.to(compute))
+    other = torch.bfloat16 if compute == torch.float16 else torch.float16
+    with torch.autocast("cpu", other):
+        assert torch.equal(small(x), expected)
+
+
+@pytest.mark.parametrize("width", [INPUTS // 2, 2 * INPUTS])
 def test_inputs_of_another_width_are_refused(width):
     """On a GPU bitsandbytes would read on, or stop short."""
-    small = NF4Linear(torch.nn.Linear(*WIDTHS), torch.float32)
-    with pytest.raises(
-        RuntimeError, match=f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"
-    ):
-        small(torch.randn(2, width))
-    with (
-        FakeTensorMode(allow_non_fake_inputs=True),
-        pytest.raises(RuntimeError, match="no matrix of"),
-    ):
+    small = NF4Linear(torch.nn.Linear(INPUTS, OUTPUTS), torch.float32)
+    message = f"7680 bytes of weights in 4 bits are no matrix of 160 x {width}"
+    with pytest.raises(RuntimeError, match=message):
         small(torch.randn(2, width))
 
 
-def test_the_layer_of_before_comes_back(layer, small):
-    back, x = native(small), torch.randn(4, WIDTHS[0])
-    assert type(back) is type(layer) and torch.allclose(back(x), small(x), atol=1e-5)
-    delta = torch.randn(WIDTHS[1], WIDTHS[0])
-    back = native(NF4Linear(layer, torch.bfloat16), delta)
-    assert torch.equal(back.weight.T if small.transposed else back.weight, small.wide() + delta), (
-        "in fp32"
-    )
+@pytest.mark.parametrize("width", [INPUTS // 2, 2 * INPUTS])
+def test_the_compiler_is_told_of_inputs_of_another_width(width):
+    small = NF4Linear(torch.nn.Linear(INPUTS, OUTPUTS), torch.float32)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, pytest.raises(RuntimeError, match="no matrix of"):
+        small(torch.randn(2, width))
 
 
-def test_a_weight_takes_4_bits_and_its_share_of_a_scale(layer):
+def test_a_layer_of_the_kind_that_was_replaced_comes_back(layer, small, x):
+    back = native(small)
+    assert type(back) is type(layer)
+    assert torch.allclose(back(x), small(x), atol=1e-5)
+
+
+def test_what_adapters_have_learnt_is_added_in_fp32(layer):
     small = NF4Linear(layer, torch.bfloat16)
-    assert (small.weight.nbytes + small.scales.nbytes) * 8 / (
-        WIDTHS[0] * WIDTHS[1]
-    ) == pytest.approx(4 + 32 / 64)
-    assert not small.weight.requires_grad and not small.scales.requires_grad
-    before = small.wide()
-    assert torch.equal(small.half().wide(), before), (
-        "a model in half precision leaves the scales as they are"
-    )
+    delta = torch.randn(OUTPUTS, INPUTS)
+    assert torch.equal(weight_of(native(small, delta)), small.wide() + delta)
 
 
 def test_only_bytes_are_kept_for_the_backward_pass(small):
-    kept, x = [], torch.randn(2, WIDTHS[0], requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+    x = torch.randn(2, INPUTS, requires_grad=True)
+    dtypes = set()
+
+    def keep(tensor):
+        dtypes.add(tensor.dtype)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         small(x)
-    node = torch.ops.qa_lib.nf4_linear(x, small.weight, small.scales, WIDTHS[1]).grad_fn
+    assert dtypes == {torch.uint8, torch.int32}
+    node = torch.ops.qa_lib.nf4_linear(x, small.weight, small.scales, OUTPUTS).grad_fn
     assert not any(map(torch.is_tensor, vars(node).values())), "nor beside what hooks see"
-    assert kept and all(tensor.dtype in (torch.uint8, torch.int32) for tensor in kept)
+
+
+# Models.
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -136,43 +194,55 @@ def test_adapters_train_in_fp32(precision):
     """peft makes adapters of bitsandbytes' own layer in the type that this computes in."""
     model = model_of(precision)
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
-    products = [module.compute for module in model.modules() if isinstance(module, NF4Linear)]
-    assert products == [DTYPES[precision]] * 2 * 4
+    types = [module.compute for module in model.modules() if isinstance(module, NF4Linear)]
+    layers = 2
+    assert types == [DTYPES[precision]] * layers * 4
 
 
 def test_the_compiler_sees_one_graph():
     ids = torch.randint(0, 512, (2, 64))
-    found = torch._dynamo.explain(model_of())(input_ids=ids, labels=ids)
-    assert (found.graph_count, found.graph_break_count) == (1, 0)
+    explanation = torch._dynamo.explain(model_of())(input_ids=ids, labels=ids)
+    assert explanation.graph_count == 1
+    assert explanation.graph_break_count == 0
 
 
 def test_on_a_cpu_weights_are_widened_without_the_kernel_of_bitsandbytes(monkeypatch):
-    """That kernel is wrong on processors with AVX512-BF16. A weight whose every value is one of the 16 comes back."""
+    """That kernel is wrong on processors with AVX512-BF16.
+
+    A weight whose every value is one of the 16 times its block's scale comes back.
+    """
     from bitsandbytes.functional import get_4bit_type
 
-    places = torch.randint(0, 16, (240, nf4.BLOCK))
-    places[:, 0] = 15  # so that each block's scale is its largest weight
-    weight = (get_4bit_type("nf4", "cpu")[places] * torch.linspace(0.1, 2, 240)[:, None]).view(
-        160, 96
-    )
-    layer = torch.nn.Linear(96, 160)
+    blocks = INPUTS * OUTPUTS // nf4.BLOCK
+    codes = torch.randint(0, 16, (blocks, nf4.BLOCK))
+    codes[:, 0] = 15  # so that each block's scale is its largest weight
+    scales = torch.linspace(0.1, 2, blocks)
+    weight = (get_4bit_type("nf4", "cpu")[codes] * scales[:, None]).view(OUTPUTS, INPUTS)
+    layer = torch.nn.Linear(INPUTS, OUTPUTS)
     layer.weight.data = weight
     small = NF4Linear(layer, torch.float32)
-    monkeypatch.setattr(
-        torch.ops.bitsandbytes, "dequantize_4bit", lambda *_: pytest.fail("its kernel was called")
-    )
+
+    def fail(*_):
+        pytest.fail("bitsandbytes' kernel was called")
+
+    monkeypatch.setattr(torch.ops.bitsandbytes, "dequantize_4bit", fail)
     assert torch.allclose(small.wide(), weight, atol=1e-6)
 
 
 @pytest.mark.slow
 def test_bitsandbytes_prints_no_lines_of_its_own():
     """On processors with AVX512-BF16 it warns on import, of a package that nothing here uses."""
-    code = "import qa_lib; from bitsandbytes.backends.cpu import ops; ops.logger.warning('Failed to load')"
-    done = python("-c", code)
+    lines = (
+        "import qa_lib",
+        "from bitsandbytes.backends.cpu import ops",
+        "ops.logger.warning('Failed to load')",
+    )
+    done = python("-c", "; ".join(lines))
     assert (done.stdout, done.stderr) == ("", "")
 
 
 def test_weights_in_4_bits_count_as_weights():
-    small, whole = model_of(), model_of(row="L-lora")
+    small = model_of()
+    whole = model_of(variant="L-lora")
     assert StepFlops(small).flops(1000, 1e5) == StepFlops(whole).flops(1000, 1e5)
     assert trainable_summary(small).equals(trainable_summary(whole))

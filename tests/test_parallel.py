@@ -1,10 +1,10 @@
-"""Several processes make the steps of one: family P over gloo, in real processes, held against one process.
+"""Several processes make the steps of one: family P over gloo, held against one process.
 
-In fp32 and without dropout nothing differs but the order of sums, so that the losses of a few steps must agree closely;
-the tolerances below are relative and many times what was seen.
+In fp32 and without dropout nothing differs but the order of sums, so that the losses of a few steps
+must agree closely; the tolerances below are relative and many times what was seen.
 """
 
-import functools
+import dataclasses
 import gc
 import json
 import types
@@ -16,262 +16,433 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.train.parallel.overlap import GradReadyHooks
 from qa_lib.train.parallel.pipeline import bubble, measured_bubble
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.parallel.zero1 import ALIGN, FlatShard
 from tests import warm
 from tests.conftest import slow
-from tests.material import cases, table
-from tests.ranks import DEVICE, TINY_CONFIG, trained
+from tests.ranks import DEVICE, Case, trained
 from tests.tiny import losses_of
 
-# "brief" is within an epoch, at whose end the Trainer leaves out more samples with more processes.
-OPTIONS = cases("options of parallel cases")
 # For variants that cut the model: four layers and heads, and four micro-batches a step.
-CUT = OPTIONS["cut"]
-UNCUT = CUT | {"row": "E-masters-eager", "world": 1}
+CUT = {"layers": 4, "heads": 4, "micro_batches": 4}
+UNCUT = Case("E-masters-eager", world=1, **CUT)
+ACCUMULATED = {"preset": {"effective_batch": 32}}
+# Within an epoch, at whose end the Trainer leaves out more samples with more processes.
+BRIEF = {"preset": {"steps": 5}}
+MASTERS = {"settings": {"precision": "bf16", "optimizer": "adamw-master"}}
+BF16_MASTERS = {"settings": {"precision": "bf16", "optimizer": "adamw-master-bf16"}}
 
 
-def case_of(
-    name: str, row: str, alone: str, tolerance: str, options: str
-) -> tuple[dict, dict | None, float]:
-    """The case, the same in one process, and the relative tolerance of each step's loss. Without another variant for it
-    the case itself is trained by one process; what parts of a variant alone have is of the case alone."""
-    own, other = {"row": row}, {"row": alone} | ({} if alone.startswith("P") else {"world": 1})
-    for word in options.split():
-        own |= OPTIONS[word]
-        other |= {} if word == "rounds" or "=" in word else OPTIONS[word]
-    return own, other if alone else None, float(tolerance)
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A case for two processes, and the case that one process trains to compare with it."""
+
+    two: Case
+    one: Case
+    tolerance: float = 1e-4  # relative, of each step's loss
+    quick: bool = False  # whether `make test` has it
 
 
-CASES = {
-    line[0]: case_of(*line)
-    for line in table("together")
-    if line[0] != "deepspeed" or find_spec("deepspeed")
+def compared(variant: str, one: str, tolerance: float = 1e-4, quick: bool = False, **options):
+    """Return the comparison of a variant with another variant, of one process unless it is P-..."""
+    world = 2 if one.startswith("P") else 1
+    return Comparison(
+        two=Case(variant, **options),
+        one=Case(one, world=world, **options),
+        tolerance=tolerance,
+        quick=quick,
+    )
+
+
+def compared_with_itself(variant: str, quick: bool = False, **options):
+    """Return the comparison of a variant with itself, by one process that takes all samples."""
+    case = Case(variant, **options)
+    return Comparison(two=case, one=case, quick=quick)
+
+
+def compared_with_uncut(variant: str, quick: bool = False, **options):
+    """Return the comparison of a variant that cuts the model with a model that is not cut."""
+    return Comparison(two=Case(variant, **CUT, **options), one=UNCUT, quick=quick)
+
+
+COMPARISONS = {
+    "ddp": compared("P1", "A1", quick=True),
+    "fsdp": compared("P-fsdp", "A1", quick=True),
+    "one-bucket": compared("P-one-bucket", "E-dropout", quick=True),
+    "overlap": compared("P-overlap", "E-dropout", quick=True),
+    "zero1": compared("P-zero1", "E-dropout", quick=True),
+    "overlap-zero1": compared("P-overlap-zero1", "E-dropout"),
+    "ddp-accumulated": compared_with_itself("P1", **ACCUMULATED),
+    "fsdp-accumulated": compared_with_itself("P-fsdp", **ACCUMULATED),
+    "one-bucket-accumulated": compared_with_itself("P-one-bucket", **ACCUMULATED),
+    "overlap-accumulated": compared_with_itself("P-overlap", **ACCUMULATED),
+    "zero1-accumulated": compared_with_itself("P-zero1", **ACCUMULATED),
+    "overlap-zero1-accumulated": compared_with_itself("P-overlap-zero1", quick=True, **ACCUMULATED),
+    "one-bucket-unequal": compared_with_itself("P-one-bucket", unequal=True),
+    "overlap-unequal": compared_with_itself("P-overlap", unequal=True),
+    "zero1-unequal": compared_with_itself("P-zero1", quick=True, unequal=True),
+    "overlap-zero1-unequal": compared_with_itself("P-overlap-zero1", unequal=True),
+    "ddp-unequal": compared_with_itself("P-one-bucket", unequal=True, settings={"parallel": "ddp"}),
+    "fsdp-unequal": compared_with_itself(
+        "P-one-bucket", unequal=True, settings={"parallel": "fsdp2"}
+    ),
+    "ddp-bf16": compared("P1-bf16", "A1", tolerance=0.05),
+    "overlap-zero1-masters": compared(
+        "P-overlap-zero1", "P-one-bucket", tolerance=0.05, quick=True, **MASTERS
+    ),
+    "zero1-masters": compared("P-zero1", "P-one-bucket", tolerance=0.05, **MASTERS),
+    "gpipe": compared_with_uncut("P-gpipe"),
+    "1f1b": compared_with_uncut("P-1f1b", quick=True),
+    "interleaved": compared_with_uncut("P-interleaved"),
+    "interleaved-unequal": compared(
+        "P-interleaved", "E-masters-eager", quick=True, unequal=True, **CUT
+    ),
+    "1f1b-masters": compared("P-1f1b", "E-masters-eager", tolerance=0.05, **CUT, **MASTERS),
+    "tensor": compared_with_uncut("P-tensor", quick=True),
+    "tensor-one-bucket": compared_with_uncut(
+        "P-tensor", quick=True, settings={"parallel": "ddp-one-bucket"}
+    ),
+    "tensor-unequal": compared("P-tensor", "E-masters-eager", unequal=True, **CUT),
+    "tensor-rounding": compared_with_uncut("P-tensor", rounding=1e-6),
+    "trainer": compared("P0", "A0", quick=True, **BRIEF),
 }
+if find_spec("deepspeed"):
+    COMPARISONS["deepspeed"] = compared("P0-deepspeed", "P0", quick=True, **BRIEF)
 
 
-# One of each kind.
-QUICK = set(cases("parallel cases of the default tier"))
+def in_tiers(names) -> list:
+    """Return names of comparisons as parameters, slow ones marked."""
+    return [name if COMPARISONS[name].quick else slow(name) for name in names]
 
 
-def tiers(names) -> list:
-    return [name if name in QUICK else slow(name) for name in names]
-
-
-def launch(cases: list[dict], world: int, folder) -> None:
-    """Train the cases in so many processes."""
+def launch(cases: dict[str, Case], world: int, folder) -> None:
+    """Train cases in so many processes, each in the folder of its name."""
     folder.mkdir(exist_ok=True)
-    (folder / "cases.json").write_text(json.dumps(cases))
+    fields = {name: dataclasses.asdict(case) for name, case in cases.items()}
+    (folder / "cases.json").write_text(json.dumps(fields))
     warm.together(folder, world, "tests.ranks", str(folder))
 
 
 class Launched(dict):
-    """The folders of cases by name. When the first of a tier is asked for, `train` trains all of it in one launch."""
+    """The folders of trained cases by name.
 
-    def __init__(self, cases: dict[str, dict], train, folder):
-        self.cases, self.train, self.folder = cases, train, folder
+    When the first case of a tier is asked for, `train(cases, folder)` trains all of that tier.
+    """
+
+    def __init__(self, cases: dict[str, Case], quick: set[str], train, folder):
+        super().__init__()
+        self.cases = cases
+        self.quick = quick
+        self.train = train
+        self.folder = folder
 
     def __missing__(self, name):
-        folder = self.folder / ("quick" if name in QUICK else "slow")
-        own = [
-            case | {"name": other}
-            for other, case in self.cases.items()
-            if (other in QUICK) == (name in QUICK)
-        ]
-        self.train(own, folder)
-        self.update({case["name"]: folder / case["name"] for case in own})
+        is_quick = name in self.quick
+        tier = {
+            other: case for other, case in self.cases.items() if (other in self.quick) == is_quick
+        }
+        folder = self.folder / ("quick" if is_quick else "slow")
+        self.train(tier, folder)
+        for other in tier:
+            self[other] = folder / other
         return self[name]
 
 
 @pytest.fixture(scope="module")
 def by_one(tmp_path_factory, one_thread):
-    """Trains a case in this process, or takes the folder in which that was done before."""
+    """Trains a case in this process, once; returns its folder."""
+    folders = {}
 
-    @functools.cache
-    def folder_of(case: str):
-        folder = tmp_path_factory.mktemp("one")
-        (folder / "rank-0.json").write_text(
-            json.dumps(trained(json.loads(case), folder, ProcessGroup(DEVICE)))
-        )
-        return folder
+    def folder_of(case: Case):
+        key = json.dumps(dataclasses.asdict(case), sort_keys=True)
+        if key not in folders:
+            folder = tmp_path_factory.mktemp("one")
+            measured = trained(case, folder, ProcessGroup(DEVICE))
+            (folder / "rank-0.json").write_text(json.dumps(measured))
+            folders[key] = folder
+        return folders[key]
 
-    own = dict(TINY_CONFIG)
-    yield lambda case: folder_of(json.dumps(case, sort_keys=True))
-    TINY_CONFIG.update(own)  # which cases of other shapes have changed
-
-
-def test_what_waits_for_gradients_does_not_keep_the_model():
-    """Else every run of a process would leave its model on the GPU."""
-    model = torch.nn.Linear(3, 1)
-    sent, gone = [], weakref.ref(model)
-    arrivals = GradReadyHooks([[model.weight], [model.bias]], sent.append)
-    with arrivals.awaited(last=True):
-        model(torch.ones(1, 3)).sum().backward()
-    del model, arrivals
-    gc.collect()
-    assert (sorted(sent), gone()) == ([0, 1], None)
-
-
-def found_by_ranks(folder) -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
+    shape = dict(TINY_CONFIG)
+    yield folder_of
+    TINY_CONFIG.update(shape)  # which cases of other shapes have changed
 
 
 @pytest.fixture(scope="module")
-def shared(tmp_path_factory):
-    cases = {name: case for name, (case, _, _) in CASES.items()}
-    return Launched(
-        cases, lambda found, folder: launch(found, 2, folder), tmp_path_factory.mktemp("two")
-    )
+def by_two(tmp_path_factory):
+    """The folders of the comparisons' cases, trained by two processes."""
+    cases = {name: comparison.two for name, comparison in COMPARISONS.items()}
+    quick = {name for name, comparison in COMPARISONS.items() if comparison.quick}
+
+    def train(cases, folder):
+        launch(cases, 2, folder)
+
+    return Launched(cases, quick, train, tmp_path_factory.mktemp("two"))
 
 
-WRAPPERS = {
-    "ddp": "DistributedDataParallel",
-    "trainer": "DistributedDataParallel",
-    "deepspeed": "DeepSpeedEngine",
-}
-WRAPPERS |= {"one-bucket": None, "fsdp": None}
+def measured_in(folder) -> list[dict]:
+    """What each process has measured, in order of the ranks."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
-@pytest.mark.parametrize("name", tiers(CASES))
-def test_two_processes_make_the_steps_of_one(name, shared, by_one):
-    """With gradients as large as its, before they are clipped, whatever shares they are in, and equal ones of a model
-    in parts: neither AdamW nor clipping lets a loss show a common factor. The class that trained is named."""
-    case, alone, tolerance = CASES[name]
-    # Without another variant for it, the same case: one process takes all of a step's micro-batches.
-    folder, one = shared[name], by_one(alone or case)
-    np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=tolerance)
-    first, second = found_by_ranks(folder)
-    assert first["weights"] == second["weights"]
-    if name in WRAPPERS:
-        assert first["wrapper"] == second["wrapper"] == WRAPPERS[name]
-    if name not in ("trainer", "deepspeed"):  # which have steps of their own
-        assert norm_in(folder) == pytest.approx(norm_in(one), rel=tolerance)
-    if "parts" in case:
-        assert_gradients(folder, one, tolerance)
+def gradients_in(folder) -> dict[str, torch.Tensor]:
+    """The gradients of a run's first step, before they were clipped."""
+    return load_file(folder / "gradients.safetensors")
 
 
-def assert_gradients(folder, whole, tolerance) -> None:
-    found, expected = (load_file(each / "gradients.safetensors") for each in (folder, whole))
-    assert found.keys() == expected.keys() and len(found) > 60
+def norm_of(gradients: dict[str, torch.Tensor]) -> float:
+    flat = [gradient.double().flatten() for gradient in gradients.values()]
+    return torch.cat(flat).norm().item()
+
+
+def square_norms_in(folder) -> np.ndarray:
+    """What processes have noted of their gradients for the noise scale, a mean over them."""
+    return np.mean([measured["norms"] for measured in measured_in(folder)], axis=0)
+
+
+def assert_gradients_close(gradients, expected, tolerance) -> None:
+    assert gradients.keys() == expected.keys()
+    assert len(gradients) > 60
     # Keys' biases have none but what rounding leaves.
     largest = max(gradient.abs().max().item() for gradient in expected.values())
-    for number, gradient in found.items():
+    for number, gradient in gradients.items():
         torch.testing.assert_close(
             gradient, expected[number], rtol=tolerance, atol=tolerance * largest
         )
 
 
-def square_norms_in(folder) -> np.ndarray:
-    """What processes have noted of their gradients, a mean over them."""
-    return np.mean([rank["norms"] for rank in found_by_ranks(folder)], axis=0)
+@pytest.mark.parametrize("name", in_tiers(COMPARISONS))
+def test_two_processes_have_the_losses_of_one(name, by_two, by_one):
+    comparison = COMPARISONS[name]
+    losses = losses_of(by_two[name])
+    expected = losses_of(by_one(comparison.one))
+    np.testing.assert_allclose(losses, expected, rtol=comparison.tolerance)
 
 
-def norm_in(folder) -> float:
-    """The norm of a run's first gradients."""
-    gradients = load_file(folder / "gradients.safetensors").values()
-    return torch.cat([gradient.double().flatten() for gradient in gradients]).norm().item()
+@pytest.mark.parametrize("name", in_tiers(COMPARISONS))
+def test_both_processes_end_with_the_same_weights(name, by_two):
+    first, second = measured_in(by_two[name])
+    assert first["weights"] == second["weights"]
+
+
+HAVE_STEPS_OF_THEIR_OWN = {"trainer", "deepspeed"}
+
+
+@pytest.mark.parametrize(
+    "name", in_tiers([name for name in COMPARISONS if name not in HAVE_STEPS_OF_THEIR_OWN])
+)
+def test_the_gradients_of_two_processes_are_as_large_as_those_of_one(name, by_two, by_one):
+    """Neither AdamW nor clipping lets a loss show a common factor."""
+    comparison = COMPARISONS[name]
+    norm = norm_of(gradients_in(by_two[name]))
+    expected = norm_of(gradients_in(by_one(comparison.one)))
+    assert norm == pytest.approx(expected, rel=comparison.tolerance)
+
+
+@pytest.mark.parametrize(
+    "name",
+    in_tiers([name for name in COMPARISONS if COMPARISONS[name].two.layers == CUT["layers"]]),
+)
+def test_the_gradients_of_a_model_in_parts_are_those_of_the_whole(name, by_two, by_one):
+    comparison = COMPARISONS[name]
+    gradients = gradients_in(by_two[name])
+    expected = gradients_in(by_one(comparison.one))
+    assert_gradients_close(gradients, expected, comparison.tolerance)
+
+
+WRAPPERS = [
+    ("ddp", "DistributedDataParallel"),
+    ("trainer", "DistributedDataParallel"),
+    ("deepspeed", "DeepSpeedEngine"),
+    ("one-bucket", None),
+    ("fsdp", None),
+]
+
+
+@pytest.mark.parametrize(("name", "wrapper"), [case for case in WRAPPERS if case[0] in COMPARISONS])
+def test_the_class_around_the_model_is_named(name, wrapper, by_two):
+    assert [measured["wrapper"] for measured in measured_in(by_two[name])] == [wrapper, wrapper]
+
+
+# Pipelines.
 
 
 @pytest.mark.parametrize(
     ("name", "formula"), [slow("gpipe", 1 / 5), ("1f1b", 1 / 5), slow("interleaved", 1 / 9)]
 )
-def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, shared):
-    assert bubble(2, 4, 2 if name == "interleaved" else 1) == pytest.approx(formula)
-    stages = [rank["pipelined"] for rank in found_by_ranks(shared[name])]
-    assert formula / 2 < measured_bubble(stages) < 1, "less where the stages are not equally long"
+def test_a_stage_waits_at_least_as_long_as_the_formula_says(name, formula, by_two):
+    stages = [measured["pipelined"] for measured in measured_in(by_two[name])]
+    # Half of it, since the stages are not equally long.
+    assert formula / 2 < measured_bubble(stages) < 1
 
 
-def test_a_bubble_is_of_the_whole_step():
-    """Of 15 units (see train/parallel/pipeline.py) both stages compute 12; the second ends two before the first."""
+@pytest.mark.parametrize(("chunks", "expected"), [(1, 1 / 5), (2, 1 / 9)])
+def test_the_bubble_is_the_share_of_a_step_that_a_stage_waits(chunks, expected):
+    assert bubble(stages=2, micro_batches=4, chunks=chunks) == pytest.approx(expected)
+
+
+def test_a_measured_bubble_is_a_share_of_the_first_stages_passes():
+    """Both compute 12 of 15 units (see pipeline.py); the second ends two before the first."""
     assert measured_bubble([(12, 15), (12, 13)]) == pytest.approx(bubble(2, 4))
-    assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24), (
-        "that of the stage that waits most"
-    )
 
 
-def test_ways_to_reduce_see_one_noise_scale(shared):
-    """Square norms of each process's gradient and of the mean of all, which the noise scale is made of."""
-    one, overlap, zero1, ddp = (
-        square_norms_in(shared[name]) for name in ("one-bucket", "overlap", "zero1", "ddp")
-    )
-    assert [*zero1, *overlap] == pytest.approx([*one, *one], rel=1e-3)
-    assert one[0] / 2 < one[1] < one[0], "two gradients that partly agree"
-    assert not ddp.any(), "which never has its gradients in one piece"
+def test_a_measured_bubble_is_that_of_the_stage_that_waits_most():
+    assert measured_bubble([(12, 15), (11.4, 13)]) == pytest.approx(0.24)
 
 
-@pytest.mark.parametrize("name", tiers(["gpipe", "1f1b", "interleaved", "interleaved-unequal"]))
+@pytest.mark.parametrize("name", in_tiers(["gpipe", "1f1b", "interleaved", "interleaved-unequal"]))
 def test_a_pipeline_compares_its_first_micro_batch_with_all_as_one_process_does(
-    name, shared, by_one
+    name, by_two, by_one
 ):
-    case, *_ = CASES[name]
-    one, *_ = found_by_ranks(by_one(case | {"row": "P-one-bucket", "world": 1}))
-    stages = [rank["norms"] for rank in found_by_ranks(shared[name])]
-    assert np.sum(stages, axis=0) == pytest.approx(one["norms"], rel=1e-3) and min(one["norms"]) > 0
+    case = dataclasses.replace(COMPARISONS[name].two, variant="P-one-bucket", world=1)
+    (alone,) = measured_in(by_one(case))
+    assert min(alone["norms"]) > 0
+    stages = [measured["norms"] for measured in measured_in(by_two[name])]
+    assert np.sum(stages, axis=0) == pytest.approx(alone["norms"], rel=1e-3)
 
 
-def test_a_sharded_optimizer_is_half_of_it(shared):
-    size = {
-        name: found_by_ranks(shared[name])[0]["state"]
-        for name in ("one-bucket", "zero1", "fsdp", "ddp")
-    }
-    assert size["zero1"] < 0.51 * size["one-bucket"]
-    assert size["ddp"] == pytest.approx(size["fsdp"], rel=0.01), (
-        "DTensors have as many elements as the whole"
-    )
+# What the noise scale is made of: square norms of each process's gradient, and of their mean.
 
 
+@pytest.mark.parametrize("name", ["overlap", "zero1"])
+def test_ways_to_reduce_see_one_noise_scale(name, by_two):
+    expected = square_norms_in(by_two["one-bucket"])
+    assert square_norms_in(by_two[name]) == pytest.approx(expected, rel=1e-3)
+
+
+def test_the_gradients_of_two_processes_agree_in_part(by_two):
+    of_part, of_step = square_norms_in(by_two["one-bucket"])
+    assert of_part / 2 < of_step < of_part
+
+
+def test_ddp_notes_no_norms_since_its_gradients_are_never_in_one_piece(by_two):
+    assert not square_norms_in(by_two["ddp"]).any()
+
+
+# What is shared, and what is not.
+
+
+def optimizer_elements(folder) -> int:
+    """How many elements the first process's optimizer state has."""
+    return measured_in(folder)[0]["state"]
+
+
+def test_a_sharded_optimizer_is_half_of_it(by_two):
+    assert optimizer_elements(by_two["zero1"]) < 0.51 * optimizer_elements(by_two["one-bucket"])
+
+
+def test_the_optimizer_of_dtensors_has_as_many_elements_as_the_whole(by_two):
+    whole = optimizer_elements(by_two["ddp"])
+    assert optimizer_elements(by_two["fsdp"]) == pytest.approx(whole, rel=0.01)
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_shares_begin_and_end_where_the_kernels_read_quickly(rank):
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (35, 17)]
+    flat_shard = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
+    assert len(flat_shard.local_shard) == 2 * ALIGN
+    assert flat_shard.local_shard.storage_offset() == rank * 2 * ALIGN
+
+
+@pytest.mark.parametrize("rank", range(3))
+def test_flattened_parameters_keep_their_values_and_states_are_cut_like_them(rank):
+    parameters = [torch.nn.Parameter(torch.ones(size)) for size in (35, 17)]
+    flat_shard = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
+    assert [p.sum().item() for p in parameters] == [35, 17]
+    state = flat_shard.flat[: flat_shard.size]
+    assert torch.equal(flat_shard.shard(state), flat_shard.local_shard)
+
+
+def backward_between_hooks() -> tuple[list[int], weakref.ref]:
+    """Return what hooks have sent in a backward pass, and a reference to the model, now unused."""
+    model = torch.nn.Linear(3, 1)
+    sent = []
+    hooks = GradReadyHooks([[model.weight], [model.bias]], sent.append)
+    with hooks.awaited(last=True):
+        model(torch.ones(1, 3)).sum().backward()
+    return sent, weakref.ref(model)
+
+
+def test_hooks_tell_once_of_each_list_that_all_its_gradients_are_there():
+    sent, _ = backward_between_hooks()
+    assert sorted(sent) == [0, 1]
+
+
+def test_hooks_do_not_keep_the_model():
+    """Otherwise every run of a process would leave its model on the GPU."""
+    _, model = backward_between_hooks()
+    gc.collect()
+    assert model() is None
+
+
+# Runs that four processes begin and break off after so many steps, and that two end.
 BREAK = 4
 BEGUN = {"world": 4, "preset": {"checkpoint_every": 2}}
-FOUR = {name: BEGUN | case for name, case in cases("runs that four processes begin").items()}
-GRID = CUT | {"row": "P-1f1b", "world": 4, "stages": 2, "name": "grid"}  # two pipelines of two
+BEGUN_BY_FOUR = {
+    "P1": Case("P1", **BEGUN),
+    "P-zero1": Case("P-zero1", **BEGUN),
+    "P-overlap-zero1": Case("P-overlap-zero1", **BEGUN),
+    "P-fsdp": Case("P-fsdp", **BEGUN),
+    "P-1f1b": Case("P-1f1b", stages=2, **BEGUN, **CUT),
+    "P-tensor": Case("P-tensor", **BEGUN, **CUT),
+    "P-zero1-masters": Case("P-zero1", **BEGUN, **BF16_MASTERS),
+    "P-tensor-masters": Case("P-tensor", **BEGUN, **CUT, **MASTERS),
+}
+# Two pipelines of two stages, which four processes begin and end.
+GRID = Case("P-1f1b", world=4, stages=2, **CUT)
+QUICK_BY_FOUR = {"grid", "P-1f1b", "P-fsdp", "P-zero1-masters"}
+BEGUN_IN_TIERS = [name if name in QUICK_BY_FOUR else slow(name) for name in BEGUN_BY_FOUR]
 
 
 @pytest.fixture(scope="module")
-def resumed(tmp_path_factory):
-    """Runs that four processes broke off after BREAK steps and two ended: of pipelines two, and then one. And GRID,
-    which four began and ended."""
+def by_four(tmp_path_factory):
+    """The folders of GRID and of the runs that four processes began and two ended."""
 
     def train(cases, folder):
-        launch([case if case == GRID else case | {"stop": BREAK} for case in cases], 4, folder)
-        cases = [case for case in cases if case != GRID]
-        assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(cases)
-        launch(cases, 2, folder)
+        begun = {name: case for name, case in cases.items() if name in BEGUN_BY_FOUR}
+        stopped = {name: dataclasses.replace(case, stop=BREAK) for name, case in begun.items()}
+        launch(cases | stopped, 4, folder)
+        assert len(list(folder.glob("*/checkpoint.safetensors"))) == len(begun)
+        launch(begun, 2, folder)
 
-    return Launched(FOUR | {"grid": GRID}, train, tmp_path_factory.mktemp("four"))
-
-
-@pytest.mark.parametrize("row", [slow(row) for row in FOUR])
-def test_a_run_that_four_began_goes_on_with_two(row, resumed, by_one):
-    """Its steps are those of one process throughout: the same micro-batches, and optimizer state in other shares."""
-    first, second, *_ = found_by_ranks(resumed[row])
-    assert (first["begin"], first["refused"], first["weights"]) == (BREAK, None, second["weights"])
-    half = {"settings": FOUR[row]["settings"]} if "settings" in FOUR[row] else {}
-    alone = by_one(UNCUT | half if "parts" in FOUR[row] else FOUR[row])
-    np.testing.assert_allclose(
-        losses_of(resumed[row]), losses_of(alone), rtol=0.05 if half else 1e-4
-    )
+    cases = BEGUN_BY_FOUR | {"grid": GRID}
+    return Launched(cases, QUICK_BY_FOUR, train, tmp_path_factory.mktemp("four"))
 
 
-def test_shares_begin_and_end_where_the_kernels_read_quickly():
-    for rank in range(3):
-        parameters = [torch.nn.Parameter(torch.ones(size)) for size in (35, 17)]
-        share = FlatShard(parameters, types.SimpleNamespace(world=3, rank=rank))
-        assert len(share.own) == 2 * ALIGN and share.own.storage_offset() == rank * 2 * ALIGN
-        assert [p.sum().item() for p in parameters] == [35, 17]
-        assert torch.equal(share.shard(share.flat[: share.size]), share.own), (
-            "of state, too, each has its own part"
-        )
+@pytest.mark.parametrize("name", BEGUN_IN_TIERS)
+def test_a_run_that_four_began_goes_on_with_two(name, by_four):
+    first, second, *_ = measured_in(by_four[name])
+    assert first["begin"] == BREAK
+    assert first["refused"] is None
+    assert first["weights"] == second["weights"]
 
 
-def test_two_pipelines_of_two_make_the_steps_of_one_process(resumed, shared, by_one):
-    folder, one = resumed["grid"], by_one(UNCUT)
-    np.testing.assert_allclose(losses_of(folder), losses_of(one), rtol=1e-4)
-    assert_gradients(folder, one, 1e-4)
-    ranks = found_by_ranks(folder)
-    assert len(ranks) == 4 and len({rank["weights"] for rank in ranks}) == 1
-    # Each stage has a part of both square norms; in all they are those of two processes that have the whole model.
-    assert 2 * square_norms_in(folder) == pytest.approx(
-        square_norms_in(shared["tensor-one-bucket"]), rel=1e-3
-    )
+@pytest.mark.parametrize("name", BEGUN_IN_TIERS)
+def test_a_resumed_run_has_the_losses_of_one_process_throughout(name, by_four, by_one):
+    """It takes the same micro-batches, and its optimizer's state in other shares."""
+    case = BEGUN_BY_FOUR[name]
+    is_cut = case.layers == CUT["layers"]
+    alone = dataclasses.replace(UNCUT, settings=case.settings) if is_cut else case
+    tolerance = 0.05 if case.settings else 1e-4
+    np.testing.assert_allclose(losses_of(by_four[name]), losses_of(by_one(alone)), rtol=tolerance)
+
+
+def test_two_pipelines_of_two_have_the_losses_of_one_process(by_four, by_one):
+    np.testing.assert_allclose(losses_of(by_four["grid"]), losses_of(by_one(UNCUT)), rtol=1e-4)
+
+
+def test_two_pipelines_of_two_have_the_gradients_of_one_process(by_four, by_one):
+    assert_gradients_close(gradients_in(by_four["grid"]), gradients_in(by_one(UNCUT)), 1e-4)
+
+
+def test_two_pipelines_of_two_end_with_the_same_weights(by_four):
+    assert len({measured["weights"] for measured in measured_in(by_four["grid"])}) == 1
+    assert len(measured_in(by_four["grid"])) == 4
+
+
+def test_two_pipelines_of_two_see_the_noise_scale_of_two_whole_models(by_four, by_two):
+    """Each of the two stages has a part of both square norms."""
+    expected = square_norms_in(by_two["tensor-one-bucket"])
+    assert 2 * square_norms_in(by_four["grid"]) == pytest.approx(expected, rel=1e-3)

@@ -1,4 +1,4 @@
-"""The variants through transformers.Trainer that imitate the slides: DeepSpeed, and nvidia-smi after every step.
+"""Variants by transformers.Trainer that imitate the slides: DeepSpeed, nvidia-smi after every step.
 
 How DeepSpeed trains is in test_parallel.py, where the package is installed.
 """
@@ -18,13 +18,14 @@ from qa_lib.run import fit as fitting
 from qa_lib.spec.spec import Machine
 from qa_lib.train import trainer
 from tests.material import refused
-from tests.tiny import planned, quiet, trained
+from tests.tiny import planned, quiet, steps_of, trained
 
-STEPS, WARM_UP = 5, 2
+STEPS = 5
+WARM_UP = 2
 
 
 def spec_of(variant: str):
-    """A variant at preset smoke, made smaller, in one process of a machine that has all it needs but a GPU."""
+    """A variant at preset smoke, made smaller, in one process of a machine that lacks but a GPU."""
     sizes = {
         "steps": STEPS,
         "measure_from": WARM_UP,
@@ -32,9 +33,8 @@ def spec_of(variant: str):
         "warmup": 0.4,
         "quality": False,
     }
-    return planned(
-        variant, sizes=sizes, data="synthetic:60", machine=Machine(deepspeed=True), world=1
-    )
+    machine = Machine(deepspeed=True)
+    return planned(variant, sizes=sizes, data="synthetic:60", machine=machine, world=1)
 
 
 @pytest.fixture(scope="module")
@@ -43,67 +43,108 @@ def samples():
 
 
 @pytest.fixture
-def said(monkeypatch):
-    """nvidia-smi of a host with two GPUs, which answers at each step and then no more: the mean is 0.2, 0.4, ..."""
-    lines, asked = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)], []
-    monkeypatch.setattr(
-        hardware,
-        "_nvidia_smi",
-        lambda *words: (asked.append(words), lines.pop(0) if lines else "")[1],
-    )
-    monkeypatch.setattr(
-        fitting.ProcessGroup, "join", lambda self, spec: None
-    )  # or else a process group is left behind
-    return asked
+def asked(monkeypatch):
+    """The command lines of nvidia-smi, on a host with two GPUs.
+
+    It answers once a step and then no more. The mean of both GPUs is 0.2, 0.4, ...
+    """
+    answers = [f"{10 * step}\n{30 * step}\n" for step in range(1, STEPS + 1)]
+    command_lines = []
+
+    def nvidia_smi(*words):
+        command_lines.append(words)
+        return answers.pop(0) if answers else ""
+
+    monkeypatch.setattr(hardware, "_nvidia_smi", nvidia_smi)
+    return command_lines
 
 
-def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(said, samples, tmp_path):
-    model, _, meter, *_ = trained(spec_of("P0-polled"), samples, tmp_path)
+@pytest.fixture(autouse=True)
+def no_process_group(monkeypatch):
+    """Keeps runs from making a process group, which would be left behind."""
+    monkeypatch.setattr(fitting.ProcessGroup, "join", lambda self, spec: None)
+
+
+# nvidia-smi after every step.
+
+
+def test_nvidia_smi_is_asked_once_a_step_and_its_mean_over_all_gpus_kept(asked, samples, tmp_path):
+    _, _, meter, *_ = trained(spec_of("P0-polled"), samples, tmp_path)
     assert meter.polled_busy_shares == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert [words[0] for words in said] == ["--query-gpu=utilization.gpu"] * STEPS
-    assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled == pytest.approx(0.8), (
-        "of the measured steps"
-    )
-    assert meter.data_ms() is None, "the Trainer fetches them"
+    assert [words[0] for words in asked] == ["--query-gpu=utilization.gpu"] * STEPS
 
 
-def test_without_the_setting_nobody_asks_and_the_steps_are_trained(said, samples, tmp_path):
+def test_the_utilization_of_a_run_is_that_of_its_measured_steps(asked, samples, tmp_path):
+    model, _, meter, *_ = trained(spec_of("P0-polled"), samples, tmp_path)
+    assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled == pytest.approx(0.8)
+
+
+def test_without_the_setting_nobody_asks_nvidia_smi(asked, samples, tmp_path):
     model, _, meter, *_ = trained(spec_of("P0"), samples, tmp_path)
-    assert (
-        said == []
-        and len((tmp_path / "steps.jsonl").read_text().splitlines()) == len(meter.times) == STEPS
-    )
-    assert not torch.equal(model.qa_outputs.weight, build_model(spec_of("P0")).qa_outputs.weight)
+    assert asked == []
     assert meter.speed(StepFlops(model), 1.0).gpu_busy_polled is None
 
 
-@pytest.mark.parametrize("words", ["", "[N/A]\n"])
-def test_a_silent_nvidia_smi_is_named(words, monkeypatch):
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: words)
+@pytest.mark.parametrize("answer", ["", "[N/A]\n"])
+def test_a_silent_nvidia_smi_is_named(answer, monkeypatch):
+    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: answer)
     refused("nvidia-smi does not tell the GPUs' utilization", hardware.polled_utilization)
 
 
-@pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
-def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(
-    variant, said, samples, tmp_path, monkeypatch
-):
-    arguments, spec = Mock(side_effect=ZeroDivisionError), spec_of(variant)
+# Training.
+
+
+def test_the_trainer_trains_and_every_step_is_noted(samples, tmp_path):
+    spec = spec_of("P0")
+    model, _, meter, *_ = trained(spec, samples, tmp_path)
+    assert len(steps_of(tmp_path)) == STEPS
+    assert len(meter.times) == STEPS
+    assert not torch.equal(model.qa_outputs.weight, build_model(spec).qa_outputs.weight)
+
+
+def test_the_time_for_inputs_is_not_measured_since_the_trainer_fetches_them(samples, tmp_path):
+    _, _, meter, *_ = trained(spec_of("P0"), samples, tmp_path)
+    assert meter.data_ms() is None
+
+
+def test_the_rate_that_is_noted_is_that_of_the_step(samples, tmp_path):
+    """It warms up over two steps of five, from 0, and decays over the others."""
+    spec = spec_of("P0")
+    trained(spec, samples, tmp_path)
+    shares = [line["lr"] / spec.preset.learning_rate for line in steps_of(tmp_path)]
+    assert shares == pytest.approx([0, 1 / 2, 1, 2 / 3, 1 / 3])
+
+
+def arguments_of(variant, samples, folder, monkeypatch) -> dict:
+    """What the Trainer is asked for."""
+    arguments = Mock(side_effect=ZeroDivisionError)
     monkeypatch.setattr(trainer, "TrainingArguments", arguments)
     with pytest.raises(ZeroDivisionError):
-        trained(spec, samples, tmp_path)
-    asked = arguments.call_args.kwargs
-    wanted = {
-        "optim": "adamw_torch_fused",
-        "max_grad_norm": 1.0,
-        "gradient_accumulation_steps": spec.accumulation,
-    }
-    wanted |= {"learning_rate": spec.preset.learning_rate, "warmup_steps": 2}  # of five, at 0.4
-    assert asked | wanted == asked and bool(asked["deepspeed"]) == (variant == "P0-deepspeed")
-    if asked["deepspeed"]:
-        config = json.loads(Path(asked["deepspeed"]).read_text())
-        assert config.pop("zero_optimization") == {"stage": 1}
-        assert "optimizer" not in config, "DeepSpeed's own would have to be compiled"
-        assert all(value in ("auto", {"enabled": "auto"}) for value in config.values())
+        trained(spec_of(variant), samples, folder)
+    return arguments.call_args.kwargs
+
+
+@pytest.mark.parametrize("variant", ["P0", "P0-deepspeed"])
+def test_the_trainer_is_asked_for_what_the_spec_says(variant, samples, tmp_path, monkeypatch):
+    spec = spec_of(variant)
+    arguments = arguments_of(variant, samples, tmp_path, monkeypatch)
+    assert arguments["optim"] == "adamw_torch_fused"
+    assert arguments["max_grad_norm"] == 1.0
+    assert arguments["gradient_accumulation_steps"] == spec.accumulation
+    assert arguments["learning_rate"] == spec.preset.learning_rate
+    assert arguments["warmup_steps"] == 2, "of five, at 0.4"
+
+
+def test_deepspeed_is_not_asked_for_without_the_setting(samples, tmp_path, monkeypatch):
+    assert arguments_of("P0", samples, tmp_path, monkeypatch)["deepspeed"] is None
+
+
+def test_deepspeed_is_asked_for_zero_1_and_else_takes_the_arguments(samples, tmp_path, monkeypatch):
+    arguments = arguments_of("P0-deepspeed", samples, tmp_path, monkeypatch)
+    config = json.loads(Path(arguments["deepspeed"]).read_text())
+    assert config.pop("zero_optimization") == {"stage": 1}
+    assert "optimizer" not in config, "DeepSpeed's own would have to be compiled"
+    assert all(value in ("auto", {"enabled": "auto"}) for value in config.values())
 
 
 class Engine(torch.nn.Sequential):
@@ -113,22 +154,28 @@ class Engine(torch.nn.Sequential):
         return self[0](**inputs)
 
 
+def compiled_engine(model):
+    return torch.compile(Engine(model), backend="eager")
+
+
 @pytest.mark.parametrize(
-    "wrapped", [Engine, lambda engine: torch.compile(Engine(engine), backend="eager"), None]
+    ("wrap", "name"), [(Engine, "Engine"), (compiled_engine, "Engine"), (None, None)]
 )
 def test_the_class_that_trained_is_what_the_trainer_has_called(
-    wrapped, said, samples, tmp_path, monkeypatch
+    wrap, name, samples, tmp_path, monkeypatch
 ):
-    if wrapped:
-        monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrapped(model))
-    ranks, spec = fitting.ProcessGroup(torch.device("cpu")), spec_of("P0")
-    given = build_model(spec), batches_of(samples, spec), spec
-    fitting.train(*given, ranks.device, tmp_path, quiet, ranks=ranks)
-    assert ranks.wrapper == ("Engine" if wrapped else None)
+    if wrap:
+        monkeypatch.setattr(trainer.Trainer, "_wrap_model", lambda self, model, *_: wrap(model))
+    spec = spec_of("P0")
+    ranks = fitting.ProcessGroup(torch.device("cpu"))
+    batches = batches_of(samples, spec)
+    fitting.train(build_model(spec), batches, spec, ranks.device, tmp_path, quiet, ranks=ranks)
+    assert ranks.wrapper == name
 
 
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
-    launched, spec = Mock(), spec_of("P0-deepspeed")
+    launched = Mock()
+    spec = spec_of("P0-deepspeed")
     monkeypatch.setattr(fitting, "run_processes", launched)
     fitting.fit(spec, tmp_path, say=quiet)
     launched.assert_called_once_with(spec, tmp_path, quiet)

@@ -1,6 +1,7 @@
-"""Attention for short segments: the kernel against plain PyTorch in float64, dropout and gradients included."""
+"""Attention for short segments: the kernel against plain PyTorch in float64, with gradients."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -27,36 +28,48 @@ LENGTHS = [1, 0, 37, 64, 65, 2]
 
 
 def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
-    """A product and the gradient of the attention's output, where segments end, and a seed."""
+    """Query, key and value, the gradient of the output, where segments end, and a seed."""
     torch.manual_seed(0)
     tokens = sum(lengths)
-    product, grad = torch.randn(tokens, 3, heads, width), torch.randn(tokens, heads, width)
-    ends = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
+    qkv = torch.randn(tokens, 3, heads, width)
+    grad = torch.randn(tokens, heads, width)
+    cu_seqlens = torch.tensor([0, *lengths], device=DEVICE).cumsum(0, dtype=torch.int32)
     seed = torch.tensor(-1234567, dtype=torch.int32, device=DEVICE)
-    return product.to(DEVICE, dtype), grad.to(DEVICE, dtype), ends, seed
+    return qkv.to(DEVICE, dtype), grad.to(DEVICE, dtype), cu_seqlens, seed
 
 
-def with_bias(product):
-    """A product, and a bias of zeros."""
-    return product, product.new_zeros(product[0].numel())
+def with_bias(qkv):
+    """The inputs of attention: query, key and value, and a bias of zeros."""
+    return qkv, qkv.new_zeros(qkv[0].numel())
 
 
-def by_plain(ends, seed, dropout, causal=False):
-    return lambda product, bias: varlen.reference(product, bias, ends, seed, dropout, SCALE, causal)
+def by_plain(cu_seqlens, seed, dropout, causal=False):
+    """The function of the inputs that runs the reference."""
+
+    def attention(qkv, bias):
+        return varlen.reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal)
+
+    return attention
 
 
-def by_kernel(ends, seed, dropout, longest=None, causal=False):
-    longest = longest or int(ends.diff().max())
-    return lambda *inputs: varlen._attention(*inputs, ends, seed, longest, dropout, SCALE, causal)[
-        0
-    ]
+def by_kernel(cu_seqlens, seed, dropout, longest=None, causal=False):
+    """The same function by the kernel."""
+    longest = longest or int(cu_seqlens.diff().max())
+
+    def attention(qkv, bias):
+        output, _ = varlen._attention(
+            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal=causal
+        )
+        return output
+
+    return attention
 
 
-def close(drew, dropout, error, longest=None, causal=False):
+def assert_kernel_close(qkv, grad, cu_seqlens, seed, dropout, error, longest=None, causal=False):
     """The kernel is near to the reference."""
-    product, grad, *rest = drew
-    kernel, plain = by_kernel(*rest, dropout, longest, causal), by_plain(*rest, dropout, causal)
-    close_to_plain(kernel, plain, with_bias(product), [grad], error)
+    kernel = by_kernel(cu_seqlens, seed, dropout, longest, causal)
+    plain = by_plain(cu_seqlens, seed, dropout, causal)
+    close_to_plain(kernel, plain, with_bias(qkv), [grad], error)
 
 
 @pytest.mark.triton
@@ -65,150 +78,204 @@ def close(drew, dropout, error, longest=None, causal=False):
     "lengths", [LENGTHS, [130, 3], [1], [5, 20, 0, 0], [384], [1, 383, 0]], ids=str
 )
 def test_the_kernel_is_the_reference(lengths, dropout):
-    close(drawn(lengths), dropout, 1e-5)
+    assert_kernel_close(*drawn(lengths), dropout=dropout, error=1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("tiles", [(64, 32, 64, 32), (128, 64, 128, 64), (64, 64, 32, 32)], ids=str)
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
-    options = [(varlen.CAUSAL_FORWARD, name) for name in ("QUERIES", "KEYS")]
-    options += [(varlen.BACKWARD, name) for name in ("BLOCK", "STEP")]
-    for (own, name), size in zip(options, tiles, strict=True):
-        monkeypatch.setitem(own, name, size)
-    close(drawn(lengths), 0.1, 1e-5, causal=True)
+    queries, keys, block, step = tiles
+    monkeypatch.setitem(varlen.CAUSAL_FORWARD, "QUERIES", queries)
+    monkeypatch.setitem(varlen.CAUSAL_FORWARD, "KEYS", keys)
+    monkeypatch.setitem(varlen.BACKWARD, "BLOCK", block)
+    monkeypatch.setitem(varlen.BACKWARD, "STEP", step)
+    assert_kernel_close(*drawn(lengths), dropout=0.1, error=1e-5, causal=True)
 
 
-def plain_attention(ends, kept, rate, causal):
-    """Softmax attention of each segment and head by itself, whose shares `kept` [heads, tokens, tokens] leaves or
-    drops, written for the tests alone."""
+def head_attention(query, key, value, kept, rate, causal):
+    """Softmax attention of one segment and head, by the formula; `kept` leaves probabilities."""
+    exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
+    if causal:
+        exponentials = exponentials.tril()
+    probabilities = exponentials / exponentials.sum(1, keepdim=True)
+    return (probabilities * kept / (1 - rate)) @ value
 
-    def attention(product, bias):
+
+def by_formula(cu_seqlens, seed, causal, rate=0.25):
+    """Attention of three heads, segment by segment, with dropout by the mask of the hash."""
+    ends = cu_seqlens.tolist()
+    lengths = cu_seqlens.diff().tolist()
+    places = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE, torch.int32)
+    kept = varlen._dropout_mask(places, 3, seed, rate)
+
+    def attention(qkv, bias):
         outputs = []
-        product = product + bias.view(product.shape[1:])
-        for first, last in zip(ends[:-1].tolist(), ends[1:].tolist(), strict=True):
-            heads = []
-            for head, (query, key, value) in enumerate(product[first:last].permute(2, 1, 0, 3)):
-                exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
-                if causal:
-                    exponentials = exponentials.tril()
-                shares = exponentials / exponentials.sum(1, keepdim=True)
-                heads.append((shares * kept[head, first:last, first:last] / (1 - rate)) @ value)
+        qkv = qkv + bias.view(qkv.shape[1:])
+        for begin, end in itertools.pairwise(ends):
+            heads = [
+                head_attention(query, key, value, mask[begin:end, begin:end], rate, causal)
+                for (query, key, value), mask in zip(
+                    qkv[begin:end].permute(2, 1, 0, 3), kept, strict=True
+                )
+            ]
             outputs.append(torch.stack(heads, 1))
         return torch.cat(outputs)
 
     return attention
 
 
-def by_hash(ends, seed, causal):
-    """Plain attention of three heads with a quarter of the shares dropped, by the mask of the hash."""
-    places = torch.cat([torch.arange(length) for length in ends.diff().tolist()]).to(
-        DEVICE, torch.int32
-    )
-    return plain_attention(ends, varlen._dropout_mask(places, 3, seed, 0.25), 0.25, causal)
-
-
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_reference_is_plain_attention_with_the_mask_of_its_hash(causal):
-    product, grad, ends, seed = drawn([1, 0, 37, 5], heads=3)
-    own, plain = by_plain(ends, seed, 0.25, causal), by_hash(ends, seed, causal)
-    close_to_plain(own, plain, with_bias(product.double()), [grad.double()], 1e-12)
+def test_the_reference_is_the_formula_with_the_mask_of_its_hash(causal):
+    qkv, grad, cu_seqlens, seed = drawn([1, 0, 37, 5], heads=3)
+    reference = by_plain(cu_seqlens, seed, 0.25, causal)
+    formula = by_formula(cu_seqlens, seed, causal)
+    close_to_plain(reference, formula, with_bias(qkv.double()), [grad.double()], 1e-12)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_kernel_is_plain_attention_with_the_mask_of_its_hash(causal):
-    product, grad, ends, seed = drawn([1, 0, 37, 65], heads=3)
-    own, plain = by_kernel(ends, seed, 0.25, causal=causal), by_hash(ends, seed, causal)
-    close_to_plain(own, plain, with_bias(product), [grad], 1e-5)
+def test_the_kernel_is_the_formula_with_the_mask_of_its_hash(causal):
+    qkv, grad, cu_seqlens, seed = drawn([1, 0, 37, 65], heads=3)
+    kernel = by_kernel(cu_seqlens, seed, 0.25, causal=causal)
+    formula = by_formula(cu_seqlens, seed, causal)
+    close_to_plain(kernel, formula, with_bias(qkv), [grad], 1e-5)
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize(("heads", "width", "dtype", "error"), KINDS, ids=str)
 def test_heads_of_every_number_width_and_type_are_the_references(heads, width, dtype, error):
-    close(drawn([70, 1, 9], heads, width, dtype), 0.1, error)
+    assert_kernel_close(*drawn([70, 1, 9], heads, width, dtype), dropout=0.1, error=error)
 
 
 @pytest.mark.triton
 def test_limits_beyond_the_longest_segment_and_extreme_scores_change_nothing():
-    product, *rest = drawn([70, 9])
-    product[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
-    # Scores of thousands are rounded to some 1e-4 in fp32, by which weights then differ, as a processor's sums do.
-    close((product, *rest), 0.1, 1e-3, longest=256)
+    qkv, *rest = drawn([70, 9])
+    qkv[:, :2] *= 30  # powers of 2 with these exponents are beyond fp32
+    # Scores of thousands are rounded to some 1e-4 in fp32, by which probabilities then differ.
+    assert_kernel_close(qkv, *rest, dropout=0.1, error=1e-3, longest=256)
 
 
 @pytest.mark.triton
 def test_keys_beyond_the_end_count_nothing_even_where_all_others_score_far_less_than_their_0():
-    product, *rest = drawn([70, 9])
-    product[:, 0], product[:, 1] = product[:, 0] - 30, 1 + product[:, 1] / 10
-    close((product, *rest), 0.1, 1e-4)
+    qkv, *rest = drawn([70, 9])
+    query, key, _ = qkv.unbind(1)
+    query -= 30
+    key /= 10
+    key += 1
+    assert_kernel_close(qkv, *rest, dropout=0.1, error=1e-4)
 
 
 @pytest.mark.triton
-def test_the_operators_are_what_the_compiler_takes_them_for():
-    product, _, ends, seed = drawn([20, 3])
-
-    for bias in (None, torch.zeros(96, device=DEVICE, requires_grad=True)):
-        arguments = (product.requires_grad_(), bias, ends, seed, 64, 0.1, SCALE)
-        library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
+    qkv, _, cu_seqlens, seed = drawn([20, 3])
+    bias = torch.zeros(96, device=DEVICE, requires_grad=True) if has_bias else None
+    arguments = (qkv.requires_grad_(), bias, cu_seqlens, seed, 64, 0.1, SCALE)
+    library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
 def test_replays_of_a_captured_graph_drop_out_by_the_seed_of_the_time():
-    product, grad, ends, seed = drawn([70, 9], dtype=torch.bfloat16)
-    kernel = by_kernel(ends, seed, 0.1, longest=70)
-    for found in replayed(lambda: with_gradients(kernel, with_bias(product), grad), seed):
-        wide = with_bias(product.double())
-        assert_close(found, with_gradients(by_plain(ends, seed, 0.1), wide, grad.double()), 2e-2)
+    qkv, grad, cu_seqlens, seed = drawn([70, 9], dtype=torch.bfloat16)
+    kernel = by_kernel(cu_seqlens, seed, 0.1, longest=70)
+    wide = with_bias(qkv.double())
+    for results in replayed(lambda: with_gradients(kernel, with_bias(qkv), grad), seed):
+        plain = by_plain(cu_seqlens, seed, 0.1)
+        assert_close(results, with_gradients(plain, wide, grad.double()), 2e-2)
 
 
-def kept(seed, heads=4, length=384, rate=0.1):
-    places = torch.arange(length, dtype=torch.int32).repeat(2)  # two segments
-    return varlen._dropout_mask(places, heads, torch.tensor(seed, dtype=torch.int32), rate)[
-        :, :, :length
-    ]
+# Dropout.
+
+HEADS = 4
+LENGTH = 384
+RATE = 26 / 256  # the nearest to 0.1 for a byte
 
 
-def test_dropout_keeps_its_rate_and_no_seed_head_query_or_key_repeats_another():
-    rate = 26 / 256  # the nearest to 0.1 for a byte
-    patterns = torch.stack([kept(seed).float() - 1 + rate for seed in (3, 4, -(2**31))])
-    assert patterns.mean().abs() < 5 * (rate * (1 - rate) / patterns.numel()) ** 0.5
-    for dim in range(4):  # seeds, heads, queries (of both segments), keys
-        size = patterns.shape[dim]
-        for step in {1, 2, 8, 16, 384} & {*range(size)}:
-            one, other = (
-                patterns.narrow(dim, step, size - step),
-                patterns.narrow(dim, 0, size - step),
-            )
-            assert (one * other).mean().abs() / (rate * (1 - rate)) < 5 / one.numel() ** 0.5, (
-                dim,
-                step,
-            )
-    assert not kept(3, rate=0.5).all() and kept(3, rate=0.0).all()
+def kept(seed, rate=RATE):
+    """Which scores are kept [heads, tokens of both segments, tokens of one]."""
+    places = torch.arange(LENGTH, dtype=torch.int32).repeat(2)  # of two segments
+    mask = varlen._dropout_mask(places, HEADS, torch.tensor(seed, dtype=torch.int32), rate)
+    return mask[:, :, :LENGTH]
 
+
+@pytest.fixture(scope="module")
+def patterns():
+    """What some seeds keep, as numbers whose mean is 0: [seeds, heads, queries, keys]."""
+    return torch.stack([kept(seed).float() - (1 - RATE) for seed in (3, 4, -(2**31))])
+
+
+def test_dropout_keeps_its_rate(patterns):
+    deviation = (RATE * (1 - RATE) / patterns.numel()) ** 0.5
+    assert patterns.mean().abs() < 5 * deviation
+
+
+def test_half_of_the_scores_may_be_dropped_and_none():
+    assert not kept(3, rate=0.5).all()
+    assert kept(3, rate=0.0).all()
+
+
+DISTANCES = [
+    *((0, distance) for distance in (1, 2)),  # of seeds
+    *((1, distance) for distance in (1, 2)),  # of heads
+    *((2, distance) for distance in (1, 2, 8, 16, LENGTH)),  # of queries, or of segments
+    *((3, distance) for distance in (1, 2, 8, 16)),  # of keys
+]
+
+
+@pytest.mark.parametrize(("dim", "distance"), DISTANCES)
+def test_no_seed_head_query_or_key_repeats_another(dim, distance, patterns):
+    size = patterns.shape[dim] - distance
+    pattern = patterns.narrow(dim, 0, size)
+    later = patterns.narrow(dim, distance, size)
+    correlation = (pattern * later).mean().abs() / (RATE * (1 - RATE))
+    assert correlation < 5 / pattern.numel() ** 0.5
+
+
+# Models.
 
 varlen_spec = functools.partial(planned, "E-varlen", machine=Machine())
 
 
+def encoder_with(attention, qkv, folder):
+    """The model of a folder, the same for packed rows, and a micro-batch."""
+    settings = {"attention": attention, "qkv": qkv}
+    return packed_model(varlen_spec(settings=settings, model=folder))
+
+
 @pytest.mark.parametrize("qkv", ["fused", "separate"])
 @pytest.mark.parametrize("kind", having("E-varlen"))
-def test_every_encoder_has_it(kind, qkv, tmp_path):
-    """With the loss and gradients of another kernel, and with a seed of its own in every layer."""
-    folder, results = checkpoint(kind, tmp_path), []
+def test_every_encoder_has_the_loss_and_gradients_of_another_kernel(kind, qkv, tmp_path):
+    folder = checkpoint(kind, tmp_path)
+    results = []
     for attention in ("triton-varlen", "block-diagonal"):
-        model, packed, inputs = packed_model(
-            varlen_spec(settings={"attention": attention, "qkv": qkv}, model=folder)
-        )
+        model, packed, inputs = encoder_with(attention, qkv, folder)
         loss = packed.eval()(**inputs).loss
         loss.backward()
         results.append([loss.detach(), *(p.grad for p in model.parameters())])
-        seeds = {
-            name
-            for name, m in model.named_modules()
-            if isinstance(m, HashDropout) and ".self." in name
-        }
-        assert len(seeds) == (attention == "triton-varlen") * len(layers_of(model))
     torch.testing.assert_close(*results, atol=1e-5, rtol=1e-3)
+
+
+def attention_dropouts(model):
+    """The modules that have a seed for the dropout of attention."""
+    return [
+        module
+        for name, module in model.named_modules()
+        if isinstance(module, HashDropout) and ".self." in name
+    ]
+
+
+@pytest.mark.parametrize("qkv", ["fused", "separate"])
+@pytest.mark.parametrize("kind", having("E-varlen"))
+def test_every_layer_has_a_seed_of_its_own_for_the_kernel(kind, qkv, tmp_path):
+    model, _, _ = encoder_with("triton-varlen", qkv, checkpoint(kind, tmp_path))
+    assert len(attention_dropouts(model)) == len(layers_of(model))
+
+
+@pytest.mark.parametrize("qkv", ["fused", "separate"])
+def test_layers_have_no_seed_for_another_kernel(qkv):
+    model, _, _ = encoder_with("block-diagonal", qkv, folder=None)
+    assert attention_dropouts(model) == []
 
 
 def test_padded_rows_leave_no_bias_without_its_gradient():
@@ -217,30 +284,32 @@ def test_padded_rows_leave_no_bias_without_its_gradient():
     assert all(p.grad is not None for name, p in model.named_parameters() if ".layer." in name)
 
 
-def test_its_dropout_is_renewed_and_trains_with_it():
+def test_its_dropout_changes_when_it_is_renewed_and_not_before():
     model, packed, inputs = packed_model(varlen_spec())
     for name, module in model.named_modules():
-        if (
-            isinstance(module, HashDropout)
-            and name != "bert.encoder.layer.0.attention.self.dropout"
-        ):
+        is_dropout = isinstance(module, HashDropout)
+        if is_dropout and name != "bert.encoder.layer.0.attention.self.dropout":
             module.p = 0.0
-    first, again = packed(**inputs).loss, packed(**inputs).loss
+    loss = packed(**inputs).loss
+    assert packed(**inputs).loss == loss
     renew(model)
-    assert first == again != packed(**inputs).loss
+    assert packed(**inputs).loss != loss
 
 
 @pytest.mark.slow
 def test_layers_are_computed_twice_without_a_generator():
-    """So that a captured step can do it: the gradients are those of one computation, and no random number is drawn."""
-    found = []
+    """So that a captured step can do it.
+
+    The gradients are those of one computation, and no random number is drawn.
+    """
+    gradients = []
     for variant in ("E-varlen", "E-recompute"):
         model, packed, inputs = packed_model(planned(variant, machine=Machine()))
         before = torch.get_rng_state()
         torch.compile(packed, backend="aot_eager", fullgraph=True)(**inputs).loss.backward()
         assert torch.equal(torch.get_rng_state(), before)
-        found.append([p.grad for p in model.parameters()])
-    torch.testing.assert_close(*found)
+        gradients.append([p.grad for p in model.parameters()])
+    torch.testing.assert_close(*gradients)
 
 
 def test_a_width_that_it_does_not_take_is_told():

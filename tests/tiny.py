@@ -1,4 +1,4 @@
-"""Tiny checkpoints of every encoder in the table, with random weights and a tokenizer of their own kind; short runs."""
+"""Tiny checkpoints of every encoder, with random weights and a fitting tokenizer; short runs."""
 
 import dataclasses
 import json
@@ -37,16 +37,16 @@ from qa_lib.spec.variants import find_variant, lacking
 CPU = Machine(bitsandbytes=True, peft=True, compiler=True)
 H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)
 
-# What differs between the encoders: ELECTRA's embeddings may be narrower than its layers, and ModernBERT's second layer
-# looks at a window narrower than most samples.
+# What differs between the encoders: ELECTRA's embeddings may be narrower than its layers, and
+# ModernBERT's second layer looks at a window narrower than most samples.
 ROBERTA = {"max_position_embeddings": 514, "type_vocab_size": 1}
 SHAPES = {
     "bert": {},
     "roberta": ROBERTA,
     "electra": {"embedding_size": 32},
     "distilbert": {"hidden_dim": 128},
+    "modernbert": {"local_attention": 16},
 }
-SHAPES |= {"modernbert": {"local_attention": 16}}
 BYTE_LEVEL = {"roberta", "modernbert"}  # those whose tokenizers split bytes
 
 
@@ -64,42 +64,47 @@ def learnt(texts, size: int, special: list[str]) -> dict:
 
 
 def byte_level_tokenizer(texts, size: int = 400, **options) -> RobertaTokenizer:
-    """A RoBERTa tokenizer (`<s> question </s></s> context </s>`, blanks belong to words) learnt from `texts`."""
-    return RobertaTokenizer(
-        **learnt(texts, size, ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]), **options
-    )
+    """A RoBERTa tokenizer learnt from `texts`.
+
+    It makes <s> question </s></s> context </s>, and blanks belong to words.
+    """
+    special = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    return RobertaTokenizer(**learnt(texts, size, special), **options)
 
 
 def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
-    """A tokenizer in the parts of ModernBERT's (`[CLS] question [SEP] context [SEP]`, no token types, blanks that are
-    in words and in their offsets) learnt from `texts`."""
-    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    backend = Tokenizer(models.BPE(**learnt(texts, size, special)))
-    backend.normalizer, backend.pre_tokenizer = (
-        normalizers.NFC(),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    )
-    ends = [("[CLS]", 2), ("[SEP]", 3)]
+    """A tokenizer in the parts of ModernBERT's, learnt from `texts`.
+
+    It makes [CLS] question [SEP] context [SEP] and no token types; blanks are in words and in their
+    offsets.
+    """
+    special = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    vocabulary = learnt(texts, size, list(special.values()))
+    backend = Tokenizer(models.BPE(**vocabulary))
+    backend.normalizer = normalizers.NFC()
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.post_processor = processors.TemplateProcessing(
-        "[CLS] $A [SEP]", "[CLS] $A [SEP] $B:1 [SEP]:1", ends
-    )
-    names = dict(
-        zip(
-            ("pad_token", "unk_token", "cls_token", "sep_token", "mask_token"), special, strict=True
-        )
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
     inputs = ["input_ids", "attention_mask"]
-    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **special)
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
-    """Write the checkpoint of a tiny model of that type, with a tokenizer for the synthetic text; its folder."""
+    """Write a tiny model of that type and a tokenizer for the synthetic text; return the folder."""
     tokenizer = build_tokenizer("tiny")
     if model_type in BYTE_LEVEL:
         learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
-        tokenizer = learn(
-            example.context for example in open_source("synthetic:60", "train").examples
-        )
+        examples = open_source("synthetic:60", "train").examples
+        tokenizer = learn(example.context for example in examples)
     config = AutoConfig.for_model(
         model_type,
         **TINY_CONFIG | SHAPES[model_type],
@@ -124,9 +129,8 @@ def quiet(_) -> None:
 def resized(spec: Spec, settings: dict | None = None, **preset) -> Spec:
     """The spec with other settings, and with these values of its preset."""
     settings = dataclasses.replace(spec.settings, **settings or {})
-    return dataclasses.replace(
-        spec, settings=settings, preset=dataclasses.replace(spec.preset, **preset)
-    )
+    preset = dataclasses.replace(spec.preset, **preset)
+    return dataclasses.replace(spec, settings=settings, preset=preset)
 
 
 def planned(
@@ -136,7 +140,11 @@ def planned(
     sizes: dict | None = None,
     **words,
 ):
-    """The spec of a variant over few questions on this CPU, with other settings and these values of its preset."""
+    """The spec of a variant over few questions on this CPU.
+
+    It has other `settings` than the variant's, and `sizes` as values of its preset; `words` go to
+    plan.
+    """
     (spec,) = plan([row], preset, **{"data": "synthetic:40", "machine": CPU} | words)
     return resized(spec, settings, **sizes or {})
 
@@ -145,22 +153,21 @@ def trained(spec: Spec, samples: Samples, run_dir: Path, model=None) -> tuple:
     """A model that was trained, and what `train` returns."""
     run_dir.mkdir(exist_ok=True)
     model = model or build_model(spec)
-    return model, *train(
-        model, batches_of(samples, spec), spec, torch.device("cpu"), run_dir, quiet
-    )
+    batches = batches_of(samples, spec)
+    return model, *train(model, batches, spec, torch.device("cpu"), run_dir, quiet)
 
 
 def packed_model(spec: Spec) -> tuple:
     """A model in training mode, the same for packed rows, and the first of its micro-batches."""
-    batches, model = batches_of(load_data(spec).samples, spec), build_model(spec).train()
-    return (
-        model,
-        Packed(model, batches.limits),
-        batches.collate(batches.step(0)[0], torch.device("cpu")),
-    )
+    batches = batches_of(load_data(spec).samples, spec)
+    model = build_model(spec).train()
+    first_samples = batches.step(0)[0]
+    inputs = batches.collate(first_samples, torch.device("cpu"))
+    return model, Packed(model, batches.limits), inputs
 
 
 def without_dropout(model):
+    """The model itself, whose dropouts drop nothing any more."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout | HashDropout):
             module.p = 0.0
@@ -172,18 +179,19 @@ def steps_of(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "steps.jsonl").read_text().splitlines()]
 
 
-def losses_of(run_dir: Path) -> list[float]:
+def losses_of(run_dir: Path) -> list[float | None]:
+    """The loss of each step; None where it is not finite."""
     return [step["loss"] for step in steps_of(run_dir)]
 
 
 def stop_after(batches, steps: int):
     """Let the batches stop the run when the step after `steps` asks for its micro-batches."""
-    real = batches.step
+    real_step = batches.step
 
     def step(number):
         if number == steps:
             raise KeyboardInterrupt
-        return real(number)
+        return real_step(number)
 
     batches.step = step
     return batches

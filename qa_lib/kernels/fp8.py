@@ -95,7 +95,7 @@ def _in_8_bits(x: torch.Tensor, factor: float, limit: float, dtype: torch.dtype)
 
 
 def _cast(x: torch.Tensor, factor: float, limit: float, dtype: torch.dtype) -> torch.Tensor:
-    """Do what _in_8_bits does by the kernel; x is on a GPU."""
+    """Return what _in_8_bits returns, by the kernel; x is on a GPU."""
     x8 = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
     grid = (-(-x.numel() // CAST["ELEMENTS"]),)
     launch(
@@ -138,7 +138,7 @@ def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 @custom_op("qa_lib::weight_in_e4m3")
 def _weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Do what weight_in_e4m3 does by the kernel; the weight is contiguous and on a GPU."""
+    """Return what weight_in_e4m3 returns, by the kernel; the weight is contiguous and on a GPU."""
     rows, columns = weight.shape
     weight8 = weight.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
     transposed8 = weight.new_empty(columns, rows, dtype=torch.float8_e4m3fn)

@@ -116,13 +116,15 @@ def fused_add_norm(
     Arguments are those of `fused_norm`.
     """
     if not residual.is_cuda:
-        return reference(x, bias, residual, gamma, beta, seed, dropout, eps)
+        return reference(
+            x, bias, residual, gamma=gamma, beta=beta, seed=seed, dropout=dropout, eps=eps
+        )
     output, _, total = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
     return total, output
 
 
 def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
-    """Do what fused_add_norm does in plain PyTorch."""
+    """Return what fused_add_norm returns, by plain PyTorch."""
     x = x + bias
     if dropout:
         x = hash_dropout(x, seed, dropout)
@@ -145,7 +147,7 @@ def _norm(
     """Return the output, the rows' statistics and what was normed.
 
     The output has the residual's shape and type. Statistics, fp32 [2, rows], are each row's mean
-    and inverse deviation. What was normed is empty unless the caller `keeps` it.
+    and inverse deviation. The third tensor is empty unless the caller `keeps` it.
     """
     *_, width = x.shape
     rows = x.numel() // width

@@ -133,7 +133,7 @@ def _forward(x, bias, factor: float, tanh: bool):
     if x.is_cuda:
         return _gelu_forward(x, bias, factor, tanh)
     biased = _wide(x) + bias
-    cdf = _cdf(biased, tanh)[0]
+    cdf, _ = _cdf(biased, tanh)
     y = (biased * cdf).to(x.dtype)
     return fp8.in_e4m3(y, factor) if factor else y
 
@@ -180,7 +180,7 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def _gelu_forward(
     x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
 ) -> torch.Tensor:
-    """Do what _forward does by the kernel; x is on a GPU."""
+    """Return what _forward returns, by the kernel; x is on a GPU."""
     y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn if factor else x.dtype)
     first, second, third = TANH_TERMS if tanh else TERMS
     grid = (-(-x.numel() // FORWARD["ELEMENTS"]),)
@@ -207,7 +207,7 @@ def _gelu_forward(
 def _gelu_backward(
     grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Do what _backward does by the kernel; without a factor the last two tensors are empty."""
+    """Return what _backward returns, by the kernel; without a factor the last two are empty."""
     width = len(bias)
     rows = x.numel() // width
     x_grad = x.new_empty(x.shape)

@@ -6,9 +6,9 @@ softmax, by its gradient and by the two GEMMs of the backward pass. But the loss
 its gradient by the logits, softmax - one-hot, needs nothing from outside but a factor. So the
 forward pass takes a part of the tokens at a time: it makes their logits, turns them into their own
 gradients in place by one kernel, and multiplies these at once by the weight and by the hidden
-states. What is left are the gradients of both, and the memory of one part. The backward pass only
-scales them. Three GEMMs, like before, and no logits to remember (Hsu et al. 2024, "Liger Kernel",
-have the same idea).
+states. The gradients of both are left, and the memory of one part. The backward pass only scales
+them. Three GEMMs, like before, and no logits to remember (Hsu et al. 2024, "Liger Kernel", have the
+same idea).
 
 The weight's gradient is a sum over the parts. Where there are several it is summed in fp32, and
 each reads and writes that sum once: in parts of 8,192 tokens instead of 4,096 the whole loss of
@@ -59,7 +59,7 @@ def linear_cross_entropy(
 
 
 def reference(hidden, weight, targets):
-    """Do what linear_cross_entropy does in plain PyTorch."""
+    """Return what linear_cross_entropy returns, by plain PyTorch."""
     logits = F.linear(hidden, weight).float()
     return F.cross_entropy(logits, targets, ignore_index=IGNORED)
 
@@ -81,22 +81,25 @@ def _loss(
     total = hidden.new_empty((), dtype=torch.float32)
     losses = hidden.new_empty(tokens, dtype=torch.float32)
     hidden_grad = torch.empty_like(hidden)
-    grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2) if in_fp8 else None
-    if is_fake(hidden):  # there is nothing to multiply, and the kernel is compiled
+    grads8 = None
+    if in_fp8:
+        grads8 = hidden.new_empty(min(PART, tokens), words, dtype=torch.float8_e5m2)
+    if is_fake(hidden):
+        # There is nothing to multiply, and the kernel is compiled.
         logits = hidden.new_empty(PART, words)
         _losses_and_grads(logits, grads8, targets, total, losses)
         return total, hidden_grad, torch.empty_like(weight)
 
     scale = 1 / (targets != IGNORED).sum().float()
-    weight8, transposed8 = weight_in_e4m3(weight) if in_fp8 else (None, None)
+    if in_fp8:
+        weight8, transposed8 = weight_in_e4m3(weight)
     weight_grad = None
     for begin in range(0, tokens, PART):
         part = slice(begin, begin + PART)
-        logits = (
-            scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT)
-            if in_fp8
-            else hidden[part] @ weight.T
-        )
+        if in_fp8:
+            logits = scaled_mm(hidden8[part], weight8.t(), ACTIVATION * WEIGHT)
+        else:
+            logits = hidden[part] @ weight.T
         _losses_and_grads(logits, grads8, targets[part], scale, losses[part])
         logit_grads = logits  # the kernel has written them there
 

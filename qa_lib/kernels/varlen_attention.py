@@ -68,13 +68,18 @@ def varlen_attention(
     token attends to itself and those before it alone.
     """
     if not qkv.is_cuda:
-        return reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal)
+        return reference(
+            qkv, bias, cu_seqlens, seed=seed, dropout=dropout, scale=scale, causal=causal
+        )
     output, _ = _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)
     return output
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
-    """Do what varlen_attention does in plain PyTorch, with all scores [heads, tokens, tokens]."""
+    """Return what varlen_attention returns, by plain PyTorch.
+
+    It holds all scores [heads, tokens, tokens].
+    """
     if bias is not None:
         qkv = attach_bias_grad(qkv, bias)
     query, key, value = qkv.permute(1, 2, 0, 3)

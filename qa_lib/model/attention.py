@@ -57,7 +57,7 @@ class Segments(NamedTuple):
 def flash(query, key, value, segments, dropout, scale, window=None):
     """Attend by FlashAttention, PyTorch's own op, for sm_80 and newer; fp16 or bf16."""
     longest = max(segments.limits)
-    return torch.ops.aten._flash_attention_forward(
+    outputs = torch.ops.aten._flash_attention_forward(
         query,
         key,
         value,
@@ -71,7 +71,8 @@ def flash(query, key, value, segments, dropout, scale, window=None):
         scale=scale,
         window_size_left=window,
         window_size_right=window,
-    )[0]
+    )
+    return outputs[0]
 
 
 def efficient(qkv, segments, dropout, scale):
@@ -81,13 +82,14 @@ def efficient(qkv, segments, dropout, scale):
     then its forward pass drops out by another pattern than its backward pass (it begins every
     segment and head at the same random number), and training fails without a word.
     """
-    return _efficient(qkv, segments.bias, segments.limits, dropout, scale)[0]
+    outputs = _efficient(qkv, segments.bias, segments.limits, dropout, scale)
+    return outputs[0]
 
 
 def stack_qkv(query, key, value, qkv=None):
     """Return query, key and value [1, heads, tokens, width] as one [tokens, 3, heads, width].
 
-    The result is the `qkv` of fused projections, of which they are views, or a copy.
+    With fused projections the three are views of `qkv`, which is returned; without, it is a copy.
     """
     if qkv is None:
         qkv = torch.stack([part.transpose(1, 2) for part in (query, key, value)], 2)
@@ -146,7 +148,10 @@ def _efficient(qkv, bias, limits, dropout, scale):
     """Return the output, and for the backward pass logsumexp, and seed and offset of each run."""
     heads = qkv.shape[2]
     bias = bias.to(qkv.dtype)
-    outputs, logsumexps, seeds, offsets = [], [], [], []
+    outputs = []
+    logsumexps = []
+    seeds = []
+    offsets = []
     for part, shape in _equal_limits(limits):
         query, key, value = (_heads_first(t[part], shape) for t in qkv.unbind(1))
         output, logsumexp, seed, offset = torch.ops.aten._scaled_dot_product_efficient_attention(
@@ -201,7 +206,7 @@ def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limi
         output_grad, query, key, value = (
             _heads_first(t[part], shape) for t in (grad, *qkv.unbind(1))
         )
-        *grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        *qkv_grads, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
             output_grad,
             query,
             key,
@@ -216,7 +221,7 @@ def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limi
             scale=scale,
         )
         out = qkv_grad[part].unflatten(0, shape)
-        torch.stack([_tokens_first(one) for one in grads], 2, out=out)
+        torch.stack([_tokens_first(part_grad) for part_grad in qkv_grads], 2, out=out)
     return qkv_grad
 
 
@@ -394,7 +399,8 @@ class FusedSelfAttention(nn.Module):
         if isinstance(self.qkv, BiasDeferredLinear):
             if kwargs.get("segments") is not None:
                 kwargs["bias"] = self.qkv.bias
-            else:  # then another kernel takes it, which knows nothing of a bias
+            else:
+                # A padded batch goes to another kernel, which knows nothing of a bias.
                 qkv = attach_bias_grad(qkv, self.qkv.bias)
         query, key, value = qkv.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(

@@ -14,16 +14,16 @@ that Triton writes for, of compute capability 7.0 and newer.
 Seeds are drawn anew before each forward pass, from PyTorch's generator on the device, so that a run
 stays a function of its seed and a captured graph draws other patterns in each replay.
 
-What follows a linear layer is done by one operator, its bias included: dropout, residual and norm
+One operator does all that follows a linear layer, its bias included: dropout, residual and norm
 (kernels/fused_norm.py), or GELU (kernels/gelu.py). The feed-forward block's GEMMs may be in 8-bit
 floats (kernels/fp8.py). Weights keep their names, so that a checkpoint looks like any other.
 
 GPT-2 (Radford et al. 2019) has its norms before the linear layers: a layer is
-h += attention(norm(h)) and then h += mlp(norm(h)). What lies between two GEMMs is always the same:
-a bias, dropout, the sum with the residual stream, and the norm that the next linear layer begins
-with. Half of these norms belong to the next layer, and the last one to the model, so that no layer
-alone can do it. `FusedDecoder` is therefore the whole training pass between embeddings and head,
-written out. Its modules keep their places: evaluation and generation are transformers' own.
+h += attention(norm(h)) and then h += mlp(norm(h)). Between two GEMMs there are always the same
+steps: a bias, dropout, the sum with the residual stream, and the norm that the next linear layer
+begins with. Half of these norms belong to the next layer, and the last one to the model, so that no
+layer alone can do it. `FusedDecoder` is therefore the whole training pass between embeddings and
+head, written out. Its modules keep their places: evaluation and generation are transformers' own.
 """
 
 import torch
@@ -44,7 +44,7 @@ from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 from qa_lib.spec.variants import Settings
 
-# What hash dropout replaces.
+# Dropout by a hash.
 
 
 class HashDropout(nn.Module):
@@ -86,7 +86,7 @@ def renew(model: nn.Module) -> None:
     torch._foreach_copy_(seeds, list(drawn.unbind()))
 
 
-# What fused norms replace in an encoder.
+# Fused norms in an encoder.
 
 
 class LinearWithoutBias(nn.Linear):
@@ -97,7 +97,7 @@ class LinearWithoutBias(nn.Linear):
 
 
 class FusedOutput(nn.Module):
-    """What transformers calls a layer's output, with its `dense`, `dropout` and `LayerNorm`."""
+    """A layer's output, as transformers calls it, with its `dense`, `dropout` and `LayerNorm`."""
 
     def __init__(self, native: nn.Module):
         super().__init__()
@@ -110,7 +110,8 @@ class FusedOutput(nn.Module):
         """Do what the original's forward does.
 
         Takes hidden_states [..., inner] and the residual `input_tensor` [..., width]; returns the
-        output [..., width].
+        output [..., width]. An output of this class carries its second tensor (see fused_norm) as
+        an attribute `residual`, since transformers' layers hand on one tensor.
         """
         norm = self.LayerNorm
         output, residual = fused_norm(
@@ -123,7 +124,6 @@ class FusedOutput(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             eps=norm.eps,
         )
-        # transformers' layer hands on one tensor, and the second goes with it.
         if residual is not output:
             output.residual = residual
         return output
@@ -178,24 +178,27 @@ def use_fused_norms(model: nn.Module) -> None:
             layer.set_submodule(output_name, FusedOutput(layer.get_submodule(output_name)))
 
 
-# What the sigmoid GELU and 8-bit floats replace in a feed-forward block.
+# The sigmoid GELU and 8-bit floats in a feed-forward block.
 
 
 def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply fp8_linear, or a whole feed-forward block in 8-bit floats.
 
-    It is the block where the first of its linear layers has left its own arguments as `x`.
+    It is the block if the first of its linear layers has returned its own arguments as `x`, a
+    tuple, and left its work to this one, the second.
     """
     if isinstance(x, tuple):
-        return fp8_feed_forward(*x, weight, bias)
+        inputs, up, up_bias, tanh = x
+        return fp8_feed_forward(inputs, up, up_bias, tanh, down=weight, last=bias)
     return fp8_linear(x, weight, bias)
 
 
 class FusedIntermediate(nn.Module):
-    """What transformers calls a layer's intermediate: linear layer, bias and GELU.
+    """A layer's intermediate, as transformers calls it: linear layer, bias and GELU.
 
     The linear layer is `dense`, by the same name. GELU is that of kernels/gelu.py, to a fraction of
-    half precision's rounding. After use_float8 all of that is left to the next linear layer.
+    half precision's rounding. After use_float8 it leaves all of that to the next linear layer (see
+    float8_linear).
     """
 
     def __init__(self, native: nn.Linear):
@@ -235,7 +238,7 @@ class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
-        # Out of training the next layer is transformers' own, and takes no arguments of this one.
+        # Out of training the next layer is transformers' own, and this one cannot leave it its work.
         if hasattr(self, "float8") and self.training:
             return x, self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)

@@ -1,10 +1,10 @@
 """Frozen weights in 4 bits under adapters that train: QLoRA (variant L-qlora).
 
-What does not train needs no gradients and no optimizer state, and its own bits are then most of
-what is left. NF4 (Dettmers et al. 2023) has 16 values, spaced so that weights drawn from a normal
-distribution fill them evenly, and a scale for each block of 64 weights. bitsandbytes rounds to it
-and widens it again; the adapters stay in fp32. The paper rounds the scales, too, which is not done
-here: 4.5 bits a weight instead of 4.13.
+A weight that does not train needs no gradient and no optimizer state, so that most of the memory
+that is left goes to its own bits. NF4 (Dettmers et al. 2023) has 16 values, spaced so that weights
+drawn from a normal distribution fill them evenly, and a scale for each block of 64 weights.
+bitsandbytes rounds to it and widens it again; the adapters stay in fp32. The paper rounds the
+scales, too, which is not done here: 4.5 bits a weight instead of 4.13.
 
 Each layer widens its weight, uses it and forgets it; its backward pass widens it again. To keep the
 wide weight until then would take two bytes more for each. Both passes are custom operators that the

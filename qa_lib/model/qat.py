@@ -1,6 +1,6 @@
 """Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training for that.
 
-Variant A1-int8 is trained so.
+Variant A1-int8 is trained for it.
 
 A whole number of 8 bits takes a quarter of a float's memory, and processors have instructions that
 multiply many such numbers at once. A weight w becomes round(w / s), with a scale s for each row of
@@ -83,9 +83,11 @@ def _torchao():
         raise UserError(
             "quantized weights need a package that is not installed: pip install torchao"
         ) from None
-    if (there := version_of("torchao")) and not is_torchao_usable():
+    installed = version_of("torchao")
+    if installed and not is_torchao_usable():
         raise UserError(
-            f"quantized weights need torchao {TORCHAO} or newer, here {there}: pip install -U torchao"
+            f"quantized weights need torchao {TORCHAO} or newer, here {installed}: "
+            "pip install -U torchao"
         )
     return torchao.quantization
 
@@ -141,7 +143,8 @@ def fill_quantized(model: nn.Module, folder: Path) -> None:
         tensor = stored.pop(name, None)
         if tensor is not None and tensor.dtype == torch.uint8:
             tensor = _unpack(tensor)
-        if tensor is None or (tensor.shape, tensor.dtype) != (value.shape, value.dtype):
+        fits = tensor is not None and tensor.shape == value.shape and tensor.dtype == value.dtype
+        if not fits:
             raise UserError(
                 f"{folder}: {QUANTIZED} has no {name} of {list(value.shape)} in {value.dtype}"
             )

@@ -1,4 +1,16 @@
-"""What an unfinished run needs to go on exactly where it was, and whether it may be believed."""
+"""Checkpoints of unfinished runs: a run that was stopped goes on exactly where it was.
+
+A checkpoint is one safetensors file in the run's folder, which is replaced atomically. It has all
+that the rest of a run depends on: the trained parameters, the optimizer's state, the GradScaler's,
+the states of the random-number generators and the step. Frozen parameters are not in it: the seed
+or the pretrained checkpoint gives them again.
+
+A run that went on from a wrong checkpoint would be neither the one run nor the other. Beside the
+tensors there are therefore the run's hash, the settings that this machine gave it, the digest of
+the code that its processes had loaded, and a digest of all of the checkpoint. By these `load`
+recognises a checkpoint that is damaged, of another run, of other settings or of other code, and
+refuses it.
+"""
 
 import dataclasses
 import hashlib
@@ -20,69 +32,58 @@ from qa_lib.train.parallel.data_parallel import NoParallel, gather, shard
 CHECKPOINT = "checkpoint.safetensors"  # in the folder of a run that is unfinished
 
 
-class NotBelieved(Exception):
-    """A checkpoint that must not be gone on from; the message says why."""
+class CheckpointRefused(Exception):
+    """A checkpoint from which a run must not go on; the message says why."""
 
 
 class Checkpoint:
-    """All that the rest of a run depends on, in one safetensors file that is replaced atomically.
+    """The checkpoint of one run, and what it is saved from and restored into.
 
-    Trained parameters, optimizer state, GradScaler, random-number states and the step; beside them the run's hash, what
-    this machine makes of its settings, the digest of the code that the processes have loaded and one of the tensors. By
-    these `load` knows a file that is damaged, of another run, of other settings or of other code, with which the run
-    would be neither the one nor the other. Frozen parameters are not in it: the seed or the pretrained checkpoint gives
-    them again.
+    `path` is its file, and `every` the number of steps from one checkpoint to the next, 0 for none.
+    `strategy` is the way in which the processes of the run share its steps, and `code` is what this
+    process has loaded. All processes make one, and call its methods together.
     """
 
     def __init__(
         self,
         run_dir: Path,
         spec: Spec,
-        model,
-        optimizer,
-        scaler,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        scaler: torch.amp.GradScaler,
         strategy: NoParallel,
         code: LoadedCode = CODE,
     ):
-        """`strategy` is the way in which the processes of the run share it, `code` what this process has loaded."""
-        self.path, self.hash, self.every = (
-            run_dir / CHECKPOINT,
-            spec.hash,
-            spec.preset.checkpoint_every,
-        )
+        self.path = run_dir / CHECKPOINT
+        self.hash = spec.hash
+        self.every = spec.preset.checkpoint_every
         self.settings = dataclasses.asdict(spec.settings)
+        self.model = model
+        self.optimizer = optimizer
+        self.scaler = scaler
+        self.strategy = strategy
+        self.ranks = strategy.ranks
+        self.device = strategy.ranks.device
         self.code = code
-        self.model, self.optimizer, self.scaler = model, optimizer, scaler
-        self.strategy, self.ranks, self.device = strategy, strategy.ranks, strategy.ranks.device
+
+    # Saving.
 
     def save(self, step: int) -> None:
-        """Write the state after `step` optimizer steps, as the one file of all processes. Raises RecordError when the
-        disk is full."""
-        tensors = {
-            f"model.{name}": gather(p.detach())
-            for name, p in self.model.named_parameters()
-            if p.requires_grad
-        }
-        plain = {}
-        for index, parameter in self._parameters().items():
-            for key, value in self.optimizer.state[parameter].items():
-                name = f"optimizer.{index}.{key}"
-                if torch.is_tensor(value):
-                    tensors[name] = self.strategy.gather(value, parameter)
-                else:
-                    plain[name] = value
-        on_cpu = {name: None for name, tensor in tensors.items() if tensor.device.type == "cpu"}
-        tensors, plain, on_cpu = map(self.ranks.gather_stages, (tensors, plain, on_cpu))
-        drawn = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            drawn["cuda"] = torch.cuda.get_rng_state(self.device)
-        for rank, states in enumerate(self.ranks.gather(drawn)):
-            tensors |= {f"rng.{kind}.{rank}": state for kind, state in states.items()}
+        """Write the state after `step` optimizer steps, as one file for all processes.
+
+        Raises RecordError when the file cannot be written; the checkpoint before it is intact then.
+        """
+        tensors, numbers = self._gather_state()
+        on_cpu = [name for name, tensor in tensors.items() if tensor.device.type == "cpu"]
+        tensors = self.ranks.gather_stages(tensors)
+        numbers = self.ranks.gather_stages(numbers)
+        on_cpu = list(self.ranks.gather_stages(dict.fromkeys(on_cpu)))
+        tensors |= self._gather_random_states()
         codes = self.ranks.gather((self.code.digest, self.code.changed()))
         if not self.ranks.first:
             return
-        # A copy each, since optimizers may let several states share storage, which safetensors refuses; on the host,
-        # since a copy on the GPU would count in the run's memory.
+        # A copy of each, since optimizers may let several states share storage, which safetensors
+        # refuses; on the host, since a copy on the GPU would count in the run's memory.
         tensors = {name: t.to("cpu", copy=True).contiguous() for name, t in tensors.items()}
         metadata = {
             "hash": self.hash,
@@ -92,12 +93,47 @@ class Checkpoint:
             "commit": code_version()["commit"],
             "libraries": libraries(),
             "step": step,
-            "optimizer": plain,
+            "optimizer": numbers,
             "scaler": self.scaler.state_dict(),
             # AdamW keeps its step counts on the CPU, where they must come back.
-            "on_cpu": list(on_cpu),
+            "on_cpu": on_cpu,
         }
         metadata["digest"] = digest_of(tensors, metadata)
+        self._write(tensors, metadata)
+
+    def _gather_state(self) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
+        """Return the whole tensors of this stage's model and optimizer, and other optimizer state.
+
+        The optimizer's states are read one by one, and not by state_dict, whose form bitsandbytes
+        changes.
+        """
+        tensors = {}
+        numbers = {}
+        for name, parameter in self.model.named_parameters():
+            if parameter.requires_grad:
+                tensors[f"model.{name}"] = gather(parameter.detach())
+        for place, parameter in self._parameters().items():
+            for key, value in self.optimizer.state[parameter].items():
+                name = f"optimizer.{place}.{key}"
+                if torch.is_tensor(value):
+                    tensors[name] = self.strategy.gather(value, parameter)
+                else:
+                    numbers[name] = value
+        return tensors, numbers
+
+    def _gather_random_states(self) -> dict[str, torch.Tensor]:
+        """Return the states of all processes' random-number generators, by kind and rank."""
+        states = {"cpu": torch.get_rng_state()}
+        if self.device.type == "cuda":
+            states["cuda"] = torch.cuda.get_rng_state(self.device)
+        tensors = {}
+        for rank, states_of_rank in enumerate(self.ranks.gather(states)):
+            for kind, state in states_of_rank.items():
+                tensors[f"rng.{kind}.{rank}"] = state
+        return tensors
+
+    def _write(self, tensors: dict[str, torch.Tensor], metadata: dict) -> None:
+        """Replace the file; it is whole on the disk before it takes the place of the older one."""
         temporary = self.path.with_suffix(".partial")
         try:
             safetensors.torch.save_file(
@@ -112,115 +148,143 @@ class Checkpoint:
                 f"cannot write {self.path}: {problem}; one that was there before is intact"
             ) from problem
 
+    # Loading.
+
     def load(self) -> tuple[int, str | None]:
-        """Restore the state if this run left one: the number of steps already done, 0 without a checkpoint; and what is
-        to be said of it: that other versions of libraries began the run, or why it is not believed. That one is set
-        aside as checkpoint.refused until the run ends ok."""
-        seen, found, refusal = self.path.exists(), None, None
-        if seen:
+        """Restore the state from the run's checkpoint, if there is one.
+
+        Returns the number of steps that are done, 0 where the run begins, and a note for the
+        record: that the run began under other versions of libraries, or why its checkpoint was
+        refused. A refused one is set aside as checkpoint.refused until the run ends ok.
+        """
+        exists = self.path.exists()
+        refusal = None
+        if exists:
             try:
-                found = self._read()
-            except NotBelieved as reason:
+                metadata, tensors = self._read()
+            except CheckpointRefused as reason:
                 refusal = str(reason)
-        # All have read it before the first sets it aside, and none goes on from what another does not believe or see.
-        answers = self.ranks.gather((seen, refusal))
-        if not any(others_see for others_see, _ in answers):
-            return 0, None
+        # Every process has read the file before the first sets it aside, and none goes on from what
+        # another does not see or refuses.
+        answers = self.ranks.gather((exists, refusal))
+        seen_by = [seen for seen, _ in answers]
         refusals = [reason for _, reason in answers if reason]
-        if not all(others_see for others_see, _ in answers):
+        if not any(seen_by):
+            return 0, None
+        if not all(seen_by):
             refusals.append("is not there for all processes of the run")
-        if not refusals:
-            state, tensors = found
-            return self._restore(state, tensors), _other_libraries(state["libraries"])
-        if self.ranks.first and seen:
-            self.path.replace(self.path.with_suffix(".refused"))
-        return 0, f"began anew, since its checkpoint {refusals[0]}"
+        if refusals:
+            if self.ranks.first and exists:
+                self.path.replace(self.path.with_suffix(".refused"))
+            return 0, f"began anew, since its checkpoint {refusals[0]}"
+        self._restore(metadata, tensors)
+        return metadata["step"], _note_of_libraries(metadata["libraries"])
 
     def _read(self) -> tuple[dict, dict[str, torch.Tensor]]:
-        """The file's metadata and tensors. Raises NotBelieved."""
+        """Return the file's metadata and tensors.
+
+        Raises CheckpointRefused where they are not those of this run, as it is on this machine and
+        by this code.
+        """
         try:
             with safe_open(self.path, "pt") as stored:
-                state = json.loads(stored.metadata()["state"])
-                tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118 (not a dict)
-            names = ("hash", "code", "digest", "commit", "libraries")
-            run, code, digest, commit, _ = (state[name] for name in names)
-        except (
-            Exception
-        ) as problem:  # whatever safetensors, JSON and this layout make of a damaged file
-            raise NotBelieved(f"cannot be read ({type(problem).__name__})") from None
-        if run != self.hash:
-            raise NotBelieved("is of another run")
-        del state["digest"]
-        if digest != digest_of(tensors, state):
-            raise NotBelieved("is damaged: its digest is not that of what it holds")
+                metadata = json.loads(stored.metadata()["state"])
+                names = list(stored.keys())  # `stored` is no dict, and has no items
+                tensors = {name: stored.get_tensor(name) for name in names}
+            run_hash = metadata["hash"]
+            code = metadata["code"]
+            commit = metadata["commit"]
+            digest = metadata.pop("digest")
+            metadata["libraries"]  # which older checkpoints have not
+        except Exception as problem:
+            # Whatever safetensors, JSON and this layout make of a damaged file.
+            raise CheckpointRefused(f"cannot be read ({type(problem).__name__})") from None
+        if run_hash != self.hash:
+            raise CheckpointRefused("is of another run")
+        if digest != digest_of(tensors, metadata):
+            raise CheckpointRefused("is damaged: its digest is not that of what it holds")
         if code != [self.code.digest]:
-            raise NotBelieved(f"is of other code (commit {str(commit)[:7]})")
-        if state["changed"]:
-            places = said_of_changes(state["changed"])
-            raise NotBelieved(f"is of a process whose code changed while it ran ({places})")
-        if changed := self.code.changed():
-            places = said_of_changes(changed)
-            raise NotBelieved(f"needs code that has changed since this process began ({places})")
-        if state["settings"] != self.settings:
-            other = _other_settings(state["settings"], self.settings)
-            raise NotBelieved(f"is of other settings: {other}")
-        return state, tensors
+            raise CheckpointRefused(f"is of other code (commit {str(commit)[:7]})")
+        if metadata["changed"]:
+            places = said_of_changes(metadata["changed"])
+            raise CheckpointRefused(f"is of a process whose code changed while it ran ({places})")
+        changed_here = self.code.changed()
+        if changed_here:
+            places = said_of_changes(changed_here)
+            raise CheckpointRefused(
+                f"needs code that has changed since this process began ({places})"
+            )
+        if metadata["settings"] != self.settings:
+            differences = _different_settings(metadata["settings"], self.settings)
+            raise CheckpointRefused(f"is of other settings: {differences}")
+        return metadata, tensors
 
-    def _restore(self, state: dict, tensors: dict[str, torch.Tensor]) -> int:
+    def _restore(self, metadata: dict, tensors: dict[str, torch.Tensor]) -> None:
+        """Give model, optimizer, scaler and random-number generators their states, in place."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if parameter.requires_grad:
                     parameter.copy_(shard(tensors[f"model.{name}"], parameter))
-        for index, parameter in self._parameters().items():
-            own, prefix = self.optimizer.state[parameter], f"optimizer.{index}."
-            for name, value in (tensors | state["optimizer"]).items():
+        for place, parameter in self._parameters().items():
+            prefix = f"optimizer.{place}."
+            state = self.optimizer.state[parameter]
+            for name, value in (tensors | metadata["optimizer"]).items():
                 if not name.startswith(prefix):
                     continue
                 if torch.is_tensor(value):
-                    value = self.strategy.shard(
-                        value if name in state["on_cpu"] else value.to(self.device), parameter
-                    )
-                own[name.removeprefix(prefix)] = value
-        self.scaler.load_state_dict(state["scaler"])
+                    if name not in metadata["on_cpu"]:
+                        value = value.to(self.device)
+                    value = self.strategy.shard(value, parameter)
+                state[name.removeprefix(prefix)] = value
+        self.scaler.load_state_dict(metadata["scaler"])
         # A process that the run did not have before draws from its own seed on.
         rank = 0 if self.strategy.draws_alike else self.ranks.rank
-        if (mine := f"rng.cpu.{rank}") in tensors:
-            torch.set_rng_state(tensors[mine])
-        if (mine := f"rng.cuda.{rank}") in tensors:
-            torch.cuda.set_rng_state(tensors[mine], self.device)
-        return state["step"]
+        cpu_state = tensors.get(f"rng.cpu.{rank}")
+        cuda_state = tensors.get(f"rng.cuda.{rank}")
+        if cpu_state is not None:
+            torch.set_rng_state(cpu_state)
+        if cuda_state is not None:
+            torch.cuda.set_rng_state(cuda_state, self.device)
 
     def _parameters(self) -> dict[int, torch.Tensor]:
-        """The optimizer's parameters by their numbers in the whole model. Their states are read one by one, and not by
-        state_dict, whose form bitsandbytes changes."""
-        parameters = (p for group in self.optimizer.param_groups for p in group["params"])
+        """Return the optimizer's parameters by their numbers in the whole model."""
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         return {
             self.strategy.place(number): parameter for number, parameter in enumerate(parameters)
         }
 
 
-def _other_libraries(before: dict[str, str | None]) -> str | None:
-    """Which libraries have another version than those that a run began with, in words; None where none has."""
+def _note_of_libraries(before: dict[str, str | None]) -> str | None:
+    """Return words for libraries of other versions than the run began with; None without any."""
     now = libraries()
-    other = [
+    differences = [
         f"{name} {now[name]} (it began with {before.get(name)})"
         for name in now
         if now[name] != before.get(name)
     ]
-    return f"went on under {', '.join(other)}" if other else None
+    if not differences:
+        return None
+    return f"went on under {', '.join(differences)}"
 
 
-def _other_settings(before: dict[str, object], now: dict[str, object]) -> str:
-    """In words: which settings this machine has otherwise than the one, or the time, that a run began on."""
-    return ", ".join(
+def _different_settings(before: dict[str, object], now: dict[str, object]) -> str:
+    """Return words for the settings that the run began with otherwise than this machine has them.
+
+    It began on another machine, or before something was installed on this one.
+    """
+    differences = [
         f"{name} is {now[name]} on this machine (it began with {before.get(name)})"
         for name in now
         if now[name] != before.get(name)
-    )
+    ]
+    return ", ".join(differences)
 
 
 def digest_of(tensors: dict[str, torch.Tensor], metadata: dict | None = None) -> str:
-    """SHA-256 (hex) over names, types, shapes and bytes of tensors on the CPU, and over what JSON holds beside them."""
+    """Return SHA-256 (hex) over tensors on the CPU and `metadata` that JSON can hold.
+
+    It covers the names, types, shapes and bytes of the tensors.
+    """
     digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())
     for name in sorted(tensors):
         tensor = tensors[name].contiguous()

@@ -32,22 +32,23 @@ from qa_lib.spec.presets import Preset
 # Samples of the batch whose efficiency is 1: that of the reference project.
 REFERENCE = Preset.effective_batch
 KEPT = 100  # the last steps, over which a pipeline's bubble is measured
-# What a step of REFERENCE samples leaves of the running means of gradient norms before it; one of
-# twice as many leaves its square. So the means reach back over as many samples whatever the batch,
-# and noise scales of different batches tell of the same part of a training. AdaptDL, the code of
-# Pollux, scales its smoothing by the batch in this way.
+# The share of the running means of gradient norms that is left after a step of REFERENCE samples. A
+# step of twice as many leaves its square, so that the means reach back over as many samples
+# whatever the batch is, and noise scales of different batches tell of the same part of a training.
+# AdaptDL, the code of Pollux, scales its smoothing by the batch in this way.
 SMOOTHING = 0.999
 
 
-def noise(own: float, mean: float, parts: int, samples: int) -> Noise:
+def noise_from_norms(of_part: float, of_step: float, parts: int, samples: int) -> Noise:
     """Return |G|^2 (`sqr`) and tr(S) of a sample (`var`), by McCandlish et al., appendix A.1.
 
-    `own` is the mean square norm of the gradient of one of a step's equal `parts`, which has so
-    many `samples`; `mean` is the square norm of the mean over all parts. The results are unbiased,
-    so that each may come out negative where steps are few.
+    `of_part` is the mean square norm of the gradient of one of a step's equal `parts`, which has so
+    many `samples`; `of_step` is the square norm of the mean over all parts. The results are
+    unbiased, so that each may come out negative where steps are few.
     """
-    sqr = (parts * mean - own) / (parts - 1)
-    return Noise(sqr=sqr, var=(own - mean) * parts * samples / (parts - 1))
+    sqr = (parts * of_step - of_part) / (parts - 1)
+    var = (of_part - of_step) * parts * samples / (parts - 1)
+    return Noise(sqr=sqr, var=var)
 
 
 def noise_scale(noise: Noise) -> float | None:
@@ -68,11 +69,11 @@ def efficiency(noise: Noise, batch: int) -> float | None:
 
 
 class StepStats:
-    """What one process of a run has measured of its steps; `ranks` is its ProcessGroup.
+    """The measurements of a run's steps by one process; `ranks` is its ProcessGroup.
 
-    `norms` are note_norms' running means. `waits` are the stopwatches of a pipeline: for each step
-    its laps of computing, and the passes as a whole. `overlap` is what trace.overlap has found,
-    empty where nothing was asked.
+    `norms` are the running means that `note_norms` keeps. `waits` are a pipeline's readings: for
+    each step its laps of computing, and the passes as a whole. `overlap` is what trace.overlap has
+    measured, empty before `note_overlap`.
     """
 
     def __init__(self, ranks):
@@ -81,16 +82,16 @@ class StepStats:
         self.norms = torch.zeros(2, device=ranks.device)
         self.waits = collections.deque(maxlen=KEPT)
 
-    def note_norms(self, own: torch.Tensor, mean: torch.Tensor) -> None:
+    def note_norms(self, of_part: torch.Tensor, of_step: torch.Tensor) -> None:
         """Keep two square norms for the gradient noise scale (scalars on the device).
 
         They are those of the gradient of this process's part of a step and of the whole step's.
         Kept are running means over the last REFERENCE / (1 - SMOOTHING) samples.
         """
         if self.ranks.parts > 1:
-            self.norms.lerp_(torch.stack([own, mean]), 1 - self.kept(1))
+            self.norms.lerp_(torch.stack([of_part, of_step]), 1 - self.kept_share(1))
 
-    def kept(self, steps: int) -> float:
+    def kept_share(self, steps: int) -> float:
         """Return the share that so many steps leave of the running means before them."""
         return SMOOTHING ** (steps * self.ranks.batch / REFERENCE)
 
@@ -104,16 +105,18 @@ class StepStats:
         norms = ranks.mean(self.norms.clone()) * ranks.stages
         if not norms.any() or not norms.isfinite().all():
             return Noise()
-        own, mean = (norms / (1 - self.kept(steps))).tolist()  # the running means began at 0
-        result = noise(own, mean, ranks.parts, samples=ranks.batch // ranks.parts)
-        result.steps = steps
-        return result
+        # The running means began at 0.
+        of_part, of_step = (norms / (1 - self.kept_share(steps))).tolist()
+        samples = ranks.batch // ranks.parts
+        noise = noise_from_norms(of_part, of_step, parts=ranks.parts, samples=samples)
+        noise.steps = steps
+        return noise
 
     def pipelined(self) -> tuple[float, float] | None:
-        """Return the seconds of a step in which this stage of a pipeline computes, and all.
+        """Return how long this stage of a pipeline computes in a step, and how long its passes are.
 
-        The latter are those from the begin of its passes to their end. Both are means over the last
-        KEPT steps; None without a pipeline. Waits for the device.
+        The latter are the seconds from the begin of its passes to their end. Both are means over
+        the last KEPT steps; None without a pipeline. Waits for the device.
         """
         if not self.waits:
             return None

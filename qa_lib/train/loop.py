@@ -1,11 +1,12 @@
 """The training loop.
 
 `train` runs all variants except those of the Trainer (trainer.py) and of plain PyTorch (plain.py).
-What a variant changes is in the technique's own file. `OptimizerStep` is the step that textbooks
+Each technique that a variant adds has a file of its own. `OptimizerStep` is the step that textbooks
 show, forward, backward, clip, step; `train` repeats it and keeps books.
 """
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -126,16 +127,18 @@ def train(
     batches: Batches,
     spec: Spec,
     run_dir: Path,
-    say,
+    say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
     """Train `model` in place for all steps of the batches, from the run's checkpoint on.
 
-    Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. Returns the
-    optimizer, the meter, the number of steps that were done before, and what is to be said of a
-    checkpoint. Raises StepFailed. `ranks` are the processes that train together and have joined:
-    all of them call this, and the first writes.
+    Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. `ranks` are
+    the processes that train together and have joined: all of them call this, and the first writes.
+    `say` takes lines for the user.
+
+    Returns the optimizer, the meter, the number of steps that were done before, and a note on the
+    checkpoint, if there is one. Raises StepFailed.
     """
     settings = spec.settings
     device = ranks.device
@@ -143,11 +146,21 @@ def train(
     model.to(device, precision.weights).train()
     step = OptimizerStep(model, batches, spec, precision, hooks, ranks)
     # This is dropout's seed: the weights have been drawn already.
-    torch.manual_seed(spec.seed + (0 if step.strategy.draws_alike else ranks.rank))
+    rank = 0 if step.strategy.draws_alike else ranks.rank
+    torch.manual_seed(spec.seed + rank)
     take_step = GraphedStep(step) if settings.cuda_graph else step
-    checkpoint = Checkpoint(run_dir, spec, model, step.optimizer, precision.scaler, step.strategy)
+    checkpoint = Checkpoint(
+        run_dir,
+        spec,
+        model=model,
+        optimizer=step.optimizer,
+        scaler=precision.scaler,
+        strategy=step.strategy,
+    )
     begin, note = checkpoint.load()
-    log = StepLog(run_dir, spec, batches.steps, begin, precision.scaler, ranks, say)
+    log = StepLog(
+        run_dir, spec, batches.steps, begin=begin, scaler=precision.scaler, ranks=ranks, say=say
+    )
     if device.type == "cuda" and settings.compile == "none" and settings.norms == "fused":
         first_samples = ranks.local_micro_batches(batches.step(0))[0]
         inputs = batches.collate(first_samples, device)

@@ -4,8 +4,8 @@ Variants E-masters and E-dropout-moments have it.
 
 Mixed precision usually keeps the weights in fp32 and casts each of them to half precision in every
 forward pass. Here the model itself is in bf16, or in fp16 where a GPU has no other (variants
-E-t4-masters, E-t4-norm): no casts, and weights, gradients and activations of half the bytes. What
-that would lose is in the update. bf16 has 8 bits of mantissa, so a step smaller than 1/256 of a
+E-t4-masters, E-t4-norm): no casts, and weights, gradients and activations of half the bytes. The
+update would suffer from that. bf16 has 8 bits of mantissa, so a step smaller than 1/256 of a
 weight, which most are in fine-tuning, rounds to nothing. There is therefore an fp32 number behind
 each weight, its master (Micikevicius et al. 2018): the step is added to the master, and the weight
 is the master's rounding.
@@ -59,7 +59,7 @@ ALIGN = 16
 FINER = 2.0**11  # by which an fp16 weight's low bits are multiplied
 # The type of a weight's low bits, by the weight's.
 LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}
-# What of a parameter's state the update takes, in its order.
+# The parts of a parameter's state that the update takes, in its order.
 COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")
 COUNT = 16  # tensors of a call of a kernel
 NORM = {"BLOCK": 8192, "num_warps": 4}
@@ -78,7 +78,7 @@ class MasterAdamW(torch.optim.Optimizer):
     bf16, or uint8 for codes. Parameters are contiguous, and all in bf16 or all in fp16.
     """
 
-    # What GradScaler hands to an optimizer that says so (optim.unscale): the scale that is on the
+    # GradScaler hands these to an optimizer that says so (optim.unscale): the scale that is on the
     # gradients, and a number above 0 where one of them is not finite.
     _step_supports_amp_scaling = True
     grad_scale: torch.Tensor | None = None

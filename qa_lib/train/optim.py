@@ -8,8 +8,8 @@ optimizer `adamw-master` the weights themselves are in half precision and nothin
 E-masters). Tensor cores multiply fp16 from compute capability 7.0 on, which a T4 exceeds, and bf16
 from 8.0 on.
 
-Adding an optimizer takes a function here, its name in variants.Settings, and its bytes in
-lab/search/memory_estimate.py.
+Adding an optimizer takes a function here and a line in OPTIMIZERS, its name among the values that
+Settings allows, and its bytes in lab/search/memory_estimate.py.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ CLIP = 1.0  # the norm to which gradients are clipped
 
 
 class Precision:
-    """What the settings' number format means on a device.
+    """The settings' number format on a device.
 
     `weights` is the type that the model is cast to (None: it stays as it is), `autocast()` a
     context for the forward pass, and `scaler` that of the loss, which does nothing where none is
@@ -53,7 +53,8 @@ def build_optimizer(
 
     It is AdamW without weight decay, the reference project's, in one of its forms.
     """
-    return OPTIMIZERS[spec.settings.optimizer](model, parameters or trained(model), peak_rate(spec))
+    make = OPTIMIZERS[spec.settings.optimizer]
+    return make(model, parameters or trained(model), peak_rate(spec))
 
 
 def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
@@ -62,7 +63,7 @@ def trained(model: torch.nn.Module) -> list[torch.nn.Parameter]:
 
 
 def _adamw(model, parameters, rate) -> torch.optim.Optimizer:
-    """Return PyTorch's default AdamW, which people write.
+    """Return PyTorch's AdamW with its default options, as most people write it.
 
     It runs many small kernels and keeps its step counts on the host.
     """

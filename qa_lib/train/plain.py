@@ -1,10 +1,12 @@
-"""The rivals of qa_lib/peers: training as a good engineer writes it in plain PyTorch (variants E-plain and L-plain).
+"""Training as a good engineer writes it in plain PyTorch (variants E-plain and L-plain).
 
-They get what the loop gets, the same batches and the same schedule of the learning rate, and are timed by the same
-meter. What they do with it is torch.compile, bf16, fused AdamW and clipping, and nothing of this library: with
-`precision` bf16 by autocast, with pure-bf16 in weights and moments, too. They do not resume.
+The models are the rivals of qa_lib/peers. They get what the loop's models get, the same batches and
+the same schedule of the learning rate, and are timed by the same meter. They are trained by
+torch.compile, bf16, fused AdamW and clipping, and by nothing of this library: with `precision` bf16
+by autocast, with pure-bf16 in weights and moments, too. These runs do not resume.
 """
 
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
@@ -24,77 +26,90 @@ def train(
     batches: Batches,
     spec: Spec,
     run_dir: Path,
-    say,
+    say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
-    """As loop.train, for a model that stays as it is until the end."""
-    settings, device = spec.settings, ranks.device
+    """Train a peer from the weights of `model`, which gets the peer's weights at the end.
+
+    Arguments and results are those of loop.train.
+    """
+    settings = spec.settings
+    device = ranks.device
     dropout = 0.0 if settings.dropout == "none" else 0.1
-    peer = (
-        GPT2(model, dropout)
-        if spec.preset.task == "lm"
-        else Bert(model, dropout, max(batches.limits))
-    )
+    if spec.preset.task == "lm":
+        peer = GPT2(model, dropout)
+    else:
+        peer = Bert(model, dropout, max(batches.limits))
     _copy(peer.pairs(model))
     peer.to(device, torch.bfloat16 if settings.precision == "pure-bf16" else None).train()
     step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
     torch.manual_seed(spec.seed)
-    log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
+    scaler = torch.amp.GradScaler(enabled=False)
+    log = StepLog(run_dir, spec, batches.steps, begin=0, scaler=scaler, ranks=ranks, say=say)
     meter = Meter(device, spec.preset.measure_from)
     for number in range(1, batches.steps + 1):
-        rate, micro_batches = (
-            learning_rate(spec, number - 1, batches.steps),
-            batches.step(number - 1),
-        )
+        rate = learning_rate(spec, number - 1, batches.steps)
+        micro_batches = batches.step(number - 1)
         set_rate(step.optimizer, rate)
         loss = step([batches.collate(samples, device) for samples in micro_batches])
         log.step(meter, batches.tokens(micro_batches), loss, rate)
         hooks.finished(number)
     model.to(device, peer.norm.weight.dtype)
-    _copy((other, own) for own, other in peer.pairs(model))
+    _copy((weight, peer_weight) for peer_weight, weight in peer.pairs(model))
     return step.optimizer, meter, 0, None
 
 
 class PlainStep:
-    """Forward and backward passes of micro-batches of one size, and an update."""
+    """Forward and backward passes of micro-batches of one size, and an update.
+
+    `precision` and `compiler` are those of Settings, `rate` is the first learning rate.
+    """
 
     def __init__(self, model: torch.nn.Module, precision: str, compiler: str, rate: float):
-        self.model, self.device = model, model.norm.weight.device
+        self.model = model
+        self.device = model.norm.weight.device
         self.autocast = torch.autocast(
             self.device.type, torch.bfloat16, enabled=precision == "bf16"
         )
-        # The mode "reduce-overhead" replays the passes as CUDA graphs.
-        mode = {"mode": "reduce-overhead"} if compiler == "reduce-overhead" else {}
-        self.forward = model if compiler == "none" else torch.compile(model, **mode)
-        cuda = self.device.type == "cuda"
-        rate = (
-            torch.tensor(rate, device=self.device) if cuda else rate
-        )  # which a new value does not compile anew
+        if compiler == "none":
+            self.forward = model
+        elif compiler == "reduce-overhead":
+            # This mode replays the passes as CUDA graphs.
+            self.forward = torch.compile(model, mode="reduce-overhead")
+        else:
+            self.forward = torch.compile(model)
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            # A tensor on the device takes a new value without being compiled anew.
+            rate = torch.tensor(rate, device=self.device)
         self.optimizer = torch.optim.AdamW(
-            model.parameters(), lr=rate, weight_decay=0.0, fused=True, capturable=cuda
+            model.parameters(), lr=rate, weight_decay=0.0, fused=True, capturable=on_gpu
         )
 
     def __call__(self, micro_batches: list[dict[str, torch.Tensor]]) -> torch.Tensor:
-        """The mean loss, which stays on the device; model inputs are on it."""
-        total = torch.zeros((), device=self.device)
-        if (
-            len(micro_batches) > 1
-        ):  # else the first one's gradients are in a CUDA graph's memory, which the next takes
+        """Do one step on model inputs on the device; return the mean loss, which stays there."""
+        accumulates = len(micro_batches) > 1
+        if accumulates:
+            # Otherwise the first one's gradients are in a CUDA graph's memory, which the replay for
+            # the next one overwrites.
             for weight in self.model.parameters():
-                weight.grad = torch.zeros_like(weight) if weight.grad is None else weight.grad
+                if weight.grad is None:
+                    weight.grad = torch.zeros_like(weight)
+        mean_loss = torch.zeros((), device=self.device)
         for inputs in micro_batches:
             with self.autocast:
                 loss = self.forward(**inputs) / len(micro_batches)
             loss.backward()
-            total += loss.detach()
+            mean_loss += loss.detach()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=len(micro_batches) == 1)
-        return total
+        self.optimizer.zero_grad(set_to_none=not accumulates)
+        return mean_loss
 
 
 @torch.no_grad()
-def _copy(pairs) -> None:
-    for to, source in pairs:
-        to.copy_(source)
+def _copy(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy the second tensor of each pair into the first."""
+    for target, source in pairs:
+        target.copy_(source)

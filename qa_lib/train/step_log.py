@@ -3,6 +3,7 @@
 import json
 import math
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -34,8 +35,8 @@ class StepFailed(RuntimeError):
 class NonFiniteLoss(StepFailed, UserError):
     """The loss is NaN or infinite and no smaller scale of GradScaler can help.
 
-    The weights, the learning rate or a kernel is to blame: the latter may be this machine's, so
-    that this is none of record.MISTAKES.
+    The weights, the learning rate or a kernel is to blame. A kernel may fail on this machine alone,
+    so that the error is not counted among the user's mistakes (record.MISTAKES).
     """
 
 
@@ -58,7 +59,7 @@ class StepLog:
         begin: int,
         scaler: torch.amp.GradScaler,
         ranks: ProcessGroup,
-        say,
+        say: Callable[[str], None],
     ):
         self.path = run_dir / "steps.jsonl"
         self.steps = steps
@@ -71,7 +72,10 @@ class StepLog:
         self.pending = []  # loss and learning rate of the steps that are not written yet
         self.written = begin  # steps that are written
         self.reported = begin  # steps that were done at the last line of progress
-        self.started = self.looked = self.reported_at = time.monotonic()
+        now = time.monotonic()
+        self.started = now
+        self.looked = now  # at the loss, for the last time
+        self.reported_at = now
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
@@ -125,7 +129,8 @@ class StepLog:
                 failure = NonFiniteLoss(
                     self.written, f"the weights or --learning-rate give a loss of {loss}"
                 )
-        if phi := noise_scale(self.ranks.stats.noise(self.written - self.begin)):
+        phi = noise_scale(self.ranks.stats.noise(self.written - self.begin))
+        if phi:
             lines[-1]["phi"] = round(phi, 2)
         self._append(lines)
         self.pending.clear()

@@ -1,15 +1,19 @@
-"""The A0 and P0 variants: the same training through transformers.Trainer, timed by the same meter.
+"""The same training through transformers.Trainer, timed by the same meter (variants A0 and P0).
 
-This is what the loop is measured against: what most people would run, with its own order of the data, its own
-optimizer (fused AdamW) and its own schedule. Its variants take what the Trainer offers and no more; what it has not,
-packed sequences or a CUDA graph, is refused by variants.CONFLICTS. It does not resume.
+It is what the loop is measured against: what most people would run, with its own order of the data,
+its own optimizer (fused AdamW) and its own schedule. Its variants have the settings that the
+Trainer offers and no more; packed sequences or a CUDA graph, which it does not have, are refused
+when a run is planned. These runs do not resume.
 
-Under torchrun it takes DistributedDataParallel by itself (variant P0). Given a DeepSpeed configuration, it leaves the
-step to DeepSpeed's engine (variant P0-deepspeed). Slides that this lab began with took that for a pipeline, but it is
-ZeRO stage 1 (Rajbhandari et al. 2020): every process has the whole model and its own micro-batches, and a share of the
-optimizer. DeepSpeed's mixed precision is no autocast: weights and gradients are in half precision, and the optimizer
-has masters."""
+Under torchrun the Trainer takes DistributedDataParallel by itself (variant P0). Given a DeepSpeed
+configuration, it leaves the step to DeepSpeed's engine (variant P0-deepspeed). Slides that this lab
+began with took that for a pipeline, but it is ZeRO stage 1 (Rajbhandari et al. 2020): every process
+has the whole model and its own micro-batches, and a share of the optimizer. DeepSpeed's mixed
+precision is no autocast: weights and gradients are in half precision, and the optimizer has fp32
+masters of the weights.
+"""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,7 +29,8 @@ from qa_lib.train.optim import CLIP, peak_rate
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
-# Its "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that DeepSpeed compiles none.
+# Its "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that
+# DeepSpeed compiles none.
 DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
 
 
@@ -34,14 +39,15 @@ def train(
     batches: Batches,
     spec: Spec,
     run_dir: Path,
-    say,
+    say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
-    """As loop.train."""
+    """Train `model` in place by a Trainer; arguments and results are those of loop.train."""
     settings = spec.settings
     meter = Meter(ranks.device, spec.preset.measure_from)
-    log = StepLog(run_dir, spec, batches.steps, 0, torch.amp.GradScaler(enabled=False), ranks, say)
+    scaler = torch.amp.GradScaler(enabled=False)
+    log = StepLog(run_dir, spec, batches.steps, begin=0, scaler=scaler, ranks=ranks, say=say)
     arguments = TrainingArguments(
         output_dir=str(run_dir),
         max_steps=batches.steps,
@@ -67,62 +73,78 @@ def train(
         disable_tqdm=True,
         report_to="none",
     )
-    arguments._n_gpu = (
-        1  # with more in sight the Trainer would take them all, and multiply the batch
-    )
+    # With more GPUs in sight the Trainer would take them all, and multiply the batch.
+    arguments._n_gpu = 1
     lengths = batches.samples.lengths
-    numbers = Dataset.from_dict({"sample": range(len(lengths)), "length": lengths})
     trainer = _MeteredTrainer(
-        model=model, args=arguments, train_dataset=numbers, data_collator=_Collator(batches)
+        model=model,
+        args=arguments,
+        train_dataset=Dataset.from_dict({"sample": range(len(lengths)), "length": lengths}),
+        data_collator=_Collator(batches),
     )
-    trainer.parts = []
     trainer.add_callback(
         _Steps(trainer, meter, log, hooks, polls=settings.fault == "nvidia-smi-polling")
     )
     trainer.remove_callback(PrinterCallback)
     trainer.train()
-    # What was called in each step, whatever was asked for; inside what torch.compile puts around it.
-    trained = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
-    ranks.wrapper = None if trained is model else type(trained).__name__
+    # The wrapper that was called in each step, whichever was asked for, without what torch.compile
+    # puts around it.
+    wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
+    ranks.wrapper = None if wrapped is model else type(wrapped).__name__
     return trainer.optimizer, meter, 0, None
 
 
 class _Collator:
-    """Sample numbers to model inputs, remembering which they were."""
+    """Makes model inputs of rows of the dataset, which have the numbers of samples.
+
+    `micro_batches` are the numbers of the samples that it has collated, an array for each
+    micro-batch.
+    """
 
     def __init__(self, batches: Batches):
-        self.batches, self.seen = batches, []
+        self.batches = batches
+        self.micro_batches = []
 
-    def __call__(self, numbers: list[dict]) -> dict[str, torch.Tensor]:
-        self.seen.append(np.array([number["sample"] for number in numbers]))
-        return self.batches.collate(self.seen[-1], torch.device("cpu"))
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+        samples = np.array([row["sample"] for row in rows])
+        self.micro_batches.append(samples)
+        return self.batches.collate(samples, torch.device("cpu"))
 
 
 class _MeteredTrainer(Trainer):
-    """Keeps in `parts` the loss of each micro-batch of the step; the last step of an epoch may have fewer of them."""
+    """A Trainer that keeps the losses of a step's micro-batches, and the step's learning rate.
+
+    The losses add up to the step's mean loss; the last step of an epoch may have fewer of them.
+    """
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.losses = []
+        self.rate = None
 
     def training_step(self, *args, **kwargs):
-        self.rate = self.optimizer.param_groups[0][
-            "lr"
-        ]  # when the callback is called, the scheduler has set the next
-        self.parts.append(super().training_step(*args, **kwargs))
-        return self.parts[-1]
+        # When the callback is called, the scheduler has set the next step's rate.
+        self.rate = self.optimizer.param_groups[0]["lr"]
+        loss = super().training_step(*args, **kwargs)
+        self.losses.append(loss)
+        return loss
 
 
 class _Steps(TrainerCallback):
-    """Notes each step; and `polls` as the slides' students watched their GPUs: every process starts nvidia-smi after
-    every step, and waits for it."""
+    """Tells meter, log and hooks of each step.
+
+    With `polls` every process starts nvidia-smi after every step and waits for it, as the slides'
+    students watched their GPUs.
+    """
 
     def __init__(
         self, trainer: _MeteredTrainer, meter: Meter, log: StepLog, hooks: Hooks, polls: bool
     ):
-        self.trainer, self.meter, self.log, self.hooks, self.polls = (
-            trainer,
-            meter,
-            log,
-            hooks,
-            polls,
-        )
+        self.trainer = trainer
+        self.meter = meter
+        self.log = log
+        self.hooks = hooks
+        self.polls = polls
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.meter.resume()
@@ -130,10 +152,12 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.polls:
             self.meter.polled_busy_shares.append(polled_utilization())
-        collator, parts = self.trainer.data_collator, self.trainer.parts
-        micro_batches = [collator.seen.pop(0) for _ in parts]
-        self.log.step(
-            self.meter, collator.batches.tokens(micro_batches), sum(parts), self.trainer.rate
-        )
-        parts.clear()
+        collator = self.trainer.data_collator
+        losses = self.trainer.losses
+        # Micro-batches of later steps may have been collated already.
+        micro_batches = collator.micro_batches[: len(losses)]
+        del collator.micro_batches[: len(losses)]
+        tokens = collator.batches.tokens(micro_batches)
+        self.log.step(self.meter, tokens, sum(losses), self.trainer.rate)
+        losses.clear()
         self.hooks.finished(state.global_step)

@@ -2,8 +2,8 @@
 
 Data parallelism: every process has the model, computes the gradients of its share of a step's
 micro-batches, and all average them before they update their weights, which therefore stay equal.
-That is the step of one process, in less time, plus what the averaging takes. How it is done is what
-the variants differ in:
+That is the step of one process, in less time, plus what the averaging takes. The variants differ in
+how they do it:
 
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes
   others (variant P1). `ddp-bf16` sends them in bf16 (variant P1-bf16).
@@ -24,6 +24,7 @@ replicas.
 """
 
 import contextlib
+from collections.abc import Callable
 from inspect import signature
 
 import torch
@@ -52,10 +53,11 @@ class NoParallel:
     `parameters`.
     """
 
-    # What makes all of a step's passes, where it is not one micro-batch after the other.
+    # A function that makes all of a step's passes, for a way that does not take one micro-batch
+    # after the other.
     forward_backward = None
     # The square norm of the gradients that this process has made in a step, where it is known.
-    own_square_norm = None
+    local_square_norm = None
     # Whether all processes draw the same random numbers.
     draws_alike = False
 
@@ -90,13 +92,13 @@ class NoParallel:
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the norm of all gradients from the norm of those that this process has.
 
-        Notes it beside `own_square_norm`, for the noise scale (train/grad_noise.py).
+        Notes it beside `local_square_norm`, for the noise scale (train/grad_noise.py).
         """
-        # In fp16 the loss's scale is on the gradients of which `own_square_norm` was taken.
+        # In fp16 the loss's scale is on the gradients of which `local_square_norm` was taken.
         is_scaled = self.settings.precision == "fp16"
-        if self.own_square_norm is not None and not is_scaled:
-            self.ranks.stats.note_norms(self.own_square_norm, norm.square())
-        self.own_square_norm = None
+        if self.local_square_norm is not None and not is_scaled:
+            self.ranks.stats.note_norms(self.local_square_norm, norm.square())
+        self.local_square_norm = None
         return norm
 
     def all_gather_params(self) -> None:
@@ -138,7 +140,7 @@ class DDP(NoParallel):
         )
         self.ranks.wrapper = type(self.forward).__name__
         if self.settings.parallel == "ddp-bf16":
-            # DDP takes the hook by its own name on GPUs alone.
+            # A lambda, since DDP knows PyTorch's own hook by its name and refuses it on a CPU.
             self.forward.register_comm_hook(None, lambda *bucket: bf16_compress_hook(*bucket))
         return super().wrapped(self.forward)
 
@@ -152,27 +154,28 @@ class OneBucketDDP(NoParallel):
     The parts of that tensor are the gradients from then on.
     """
 
-    peers = None  # the group of processes that have these parameters; None: all
-    passed = 0  # backward passes of the step
+    replica_group = None  # the processes that have these parameters; None: all
+    backward_passes = 0  # of the step, so far
     first_square_norm = None  # of the step's first gradients, where a process is alone
 
     @contextlib.contextmanager
     def micro_batch(self, last):
         yield
-        self.passed += 1
-        if self.ranks.world == self.passed == 1 and not last:
+        self.backward_passes += 1
+        is_first_of_several = self.backward_passes == 1 and not last
+        if self.ranks.world == 1 and is_first_of_several:
             self.first_square_norm = square_norm(flatten(self.parameters))
 
     def reduce_grads(self):
         flat = flatten(self.parameters)
         if self.first_square_norm is None:
-            self.own_square_norm = square_norm(flat)
+            self.local_square_norm = square_norm(flat)
         else:
             # A micro-batch's gradients are those of its part of the step's mean loss.
-            self.own_square_norm = self.first_square_norm * self.passed**2
-        self.passed = 0
+            self.local_square_norm = self.first_square_norm * self.backward_passes**2
+        self.backward_passes = 0
         self.first_square_norm = None
-        self.ranks.mean(flat, self.peers)
+        self.ranks.mean(flat, self.replica_group)
         unflatten(flat, self.parameters)
 
 
@@ -215,7 +218,7 @@ def square_norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor of which this process has a share; all processes call this together."""
+    """Return the whole of a tensor that the processes share; all of them call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -226,13 +229,16 @@ def shard(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements)
 
 
-def gather_model(model: torch.nn.Module, build, ranks: ProcessGroup) -> torch.nn.Module:
+def gather_model(
+    model: torch.nn.Module, build: Callable[[], torch.nn.Module], ranks: ProcessGroup
+) -> torch.nn.Module:
     """Return the trained model, with whole parameters each in memory of its own.
 
-    It is the same model, or where it was in shares another, which `build()` makes. All processes
-    call this together.
+    It is the same model, or where the processes had shares of it another, which `build()` makes.
+    All processes call this together.
     """
-    if ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters()):
+    is_divided = ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters())
+    if is_divided:
         gathered = {name: gather(p.detach()) for name, p in model.named_parameters()}
         weights = ranks.gather_stages(gathered)
         model = build()

@@ -5,10 +5,10 @@ Variants P-overlap and P-overlap-zero1 have it.
 The backward pass makes the gradients of the last layers first, and nobody needs those before the
 optimizer. So they are sent while the layers below are still at work, a region of the model at a
 time (model/packed.py), each compiled by itself: a model that is compiled as one has all its
-gradients at the end. What is left to wait for is the lowest region, the embeddings.
+gradients at the end. Only the lowest region, the embeddings, is left to wait for.
 
-With a sharded optimizer it is the new weights that travel last. The next step's forward pass needs
-those of the lowest region first, so that the others can come while it computes.
+If the optimizer is sharded, the new weights travel last. The next step's forward pass needs those
+of the lowest region first, so that the others can come while it computes.
 
 A GPU does work beside other work if it is given on another *stream*. Between streams there is no
 order but what is asked for: `SideStream.work` comes after all before it, `join` makes what follows
@@ -50,9 +50,9 @@ class SideStream:
 
 
 class GradReadyHooks:
-    """Calls `send(number)` when a backward pass has made all gradients of a list of parameters.
+    """Calls `send(number)` when a backward pass has made all gradients of one of some lists.
 
-    `number` is that of the list among `lists`.
+    `lists` are lists of parameters, and `number` is the place of one of them among these.
     """
 
     def __init__(self, lists: list[list[torch.nn.Parameter]], send: Callable[[int], None]):
@@ -120,7 +120,9 @@ class OverlapDDP(OneBucketDDP):
         super().__init__(model, ranks, settings)
         self.regions = split_by_region(self.parameters, model)
         self.side_stream = SideStream(ranks.device)
-        self.sent = []  # a region's gradients in one tensor, their square norm, and the region
+        # For each region that was sent: its gradients in one tensor, their square norm, and its
+        # parameters.
+        self.sent = []
         self.grad_hooks = GradReadyHooks(self.regions if ranks.world > 1 else [], self._send)
 
     def micro_batch(self, last):
@@ -140,7 +142,7 @@ class OverlapDDP(OneBucketDDP):
         self.side_stream.join()
         for flat, _, region in self.sent:
             unflatten(flat, region)
-        self.own_square_norm = sum(square for _, square, _ in self.sent)
+        self.local_square_norm = sum(square for _, square, _ in self.sent)
         self.sent.clear()
 
 
@@ -152,7 +154,7 @@ class OverlapZero1(Zero1):
     or until `finish`.
     """
 
-    def divided(self):
+    def flatten_parameters(self):
         regions = split_by_region(self.parameters, self.model)
         self.by_region = {
             number: FlatShard(region, self.ranks) for number, region in enumerate(regions) if region
@@ -160,7 +162,7 @@ class OverlapZero1(Zero1):
         self.side_stream = SideStream(self.ranks.device)
         self.squares = []  # the square norms of the gradients that were sent
         self.grad_hooks = GradReadyHooks(regions, self._send)
-        return [*self.by_region.values()]
+        return list(self.by_region.values())
 
     def wrapped(self, forward):
         forward = super().wrapped(forward)
@@ -170,9 +172,9 @@ class OverlapZero1(Zero1):
 
     def begin(self):
         self.events = {}
-        for number, share in self.by_region.items():
+        for number, flat_shard in self.by_region.items():
             with self.side_stream.work():
-                share.all_gather_params()
+                flat_shard.all_gather_params()
                 self.events[number] = self.side_stream.event()
         if self.settings.compile != "regional":
             self.side_stream.join()

@@ -59,8 +59,8 @@ SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "interleaved": Schedu
 def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
     """Return the share of a step in which a process of a pipeline waits, in theory.
 
-    Parts of the model take equally long there, and messages no time. A process has so many `chunks`
-    of the model.
+    The theory is that all parts of the model take equally long, and messages no time. A process has
+    so many `chunks` of the model.
     """
     return (stages - 1) / (chunks * micro_batches + stages - 1)
 
@@ -68,8 +68,8 @@ def bubble(stages: int, micro_batches: int, chunks: int = 1) -> float:
 def measured_bubble(stages: list[tuple[float, float]]) -> float:
     """Return the share of a step in which the stage that computes least waits.
 
-    `stages` has for each what StepStats.pipelined said there. The passes of the first stage are a
-    step's: later ones end before, and wait in the reduction that follows.
+    `stages` has what StepStats.pipelined returned in each. A step lasts as long as the passes of
+    the first stage: later stages end before, and wait in the reduction that follows.
     """
     least_computing = min(computing for computing, _ in stages)
     longest_passes = max(passes for _, passes in stages)
@@ -79,8 +79,9 @@ def measured_bubble(stages: list[tuple[float, float]]) -> float:
 class Pipeline(OneBucketDDP):
     """One stage, which has `chunks` parts of the layers.
 
-    The first part of all has the embeddings, the last the head. `peers` are the processes that have
-    the same layers, one of each replica, and `line` those that have one model between them.
+    The first part of all has the embeddings, the last the head. `replica_group` are the processes
+    that have the same layers, one of each replica, and `stage_group` those that have one model
+    between them.
     """
 
     def __init__(self, model: nn.Module, ranks: ProcessGroup, settings: Settings):
@@ -97,8 +98,8 @@ class Pipeline(OneBucketDDP):
         mesh = dist.init_device_mesh(
             ranks.device.type, (ranks.replicas, ranks.stages), mesh_dim_names=("replica", "stage")
         )
-        self.peers = mesh.get_group("replica")
-        self.line = mesh.get_group("stage")
+        self.replica_group = mesh.get_group("replica")
+        self.stage_group = mesh.get_group("stage")
         # The numbers of the parts that are here.
         self.numbers = range(mesh.get_local_rank("stage"), self.count, ranks.stages)
         names = [name for name, _ in model.named_parameters()]
@@ -153,8 +154,8 @@ class Pipeline(OneBucketDDP):
         """Make the stages and their schedule for packed sequences of that shape, [1, tokens]."""
         device = self.ranks.device
         width = self.model.config.hidden_size
-        # What goes in and comes out. Hidden states come from layer norms, which give the type of
-        # their weights.
+        # Stages take and give hidden states, which come from layer norms and have the type of their
+        # weights; the last one gives the loss.
         hidden = self.parameters[0].new_empty(*shape, width, device="meta", requires_grad=True)
         loss = torch.empty((), device="meta", requires_grad=True)
         for number, part in self.parts.items():
@@ -167,7 +168,7 @@ class Pipeline(OneBucketDDP):
                 device,
                 input_args=() if is_first else hidden,
                 output_args=loss if is_last else hidden,
-                group=self.line,
+                group=self.stage_group,
             )
             stage.micro_batches = self.micro_batches
             stage.laps = self.laps
@@ -194,10 +195,10 @@ class Pipeline(OneBucketDDP):
         # There is nothing to average. The first micro-batch is compared with all, which a process
         # alone does, too.
         first_square_norm = sum(stage.first_square_norm for stage in self.stages)
-        self.own_square_norm = first_square_norm * len(self.micro_batches) ** 2
+        self.local_square_norm = first_square_norm * len(self.micro_batches) ** 2
 
     def global_norm(self, norm):
-        return total_norm(super().global_norm(norm), self.line)
+        return total_norm(super().global_norm(norm), self.stage_group)
 
     def place(self, number):
         return self.places[number]
@@ -206,9 +207,9 @@ class Pipeline(OneBucketDDP):
 class Stage(PipelineStage):
     """PyTorch's stage, which takes one of `micro_batches` by its number.
 
-    It notes in `laps` how long it computes; in a pipeline that is `alone`, without replicas, also
-    in `first_square_norm` that of its first micro-batch's gradients. The forward pass runs in
-    `autocast()`.
+    It notes in `laps` how long it computes. In a pipeline that is `alone`, without replicas, it
+    also notes the square norm of its first micro-batch's gradients, in `first_square_norm`. The
+    forward pass runs in `autocast()`.
     """
 
     def forward_one_chunk(self, number, args, kwargs=None, *rest, **options):

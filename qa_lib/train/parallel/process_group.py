@@ -1,7 +1,7 @@
 """The processes of a run, as torchrun started them: how they meet, and what they tell each other.
 
-What they do to a step's gradients is in data_parallel.py, and in pipeline.py and tensor.py where
-they divide the model; what each measures meanwhile is in grad_noise.py.
+How they share a step is in data_parallel.py, zero1.py and overlap.py; pipeline.py and tensor.py
+divide the model between them. grad_noise.py has what each of them measures meanwhile.
 """
 
 from contextlib import AbstractContextManager
@@ -21,25 +21,23 @@ TURN = timedelta(days=30)  # a run may wait so long for other runs on its GPUs
 class ProcessGroup(AbstractContextManager):
     """The processes of a run, seen from one of them; this process alone without torchrun.
 
-    `rank` counts from 0 to `world` - 1. The first alone writes record, steps.jsonl and checkpoint.
     `join` makes the process group, which `gather` and `mean` need where there are others; leaving
-    the context ends it. Neighbours make up a pipeline of `stages`; there are `replicas` of the
-    model. The noise scale compares one of a step's equal `parts` with all of its `batch` samples;
-    `stats` have what this process has measured. `wrapper` is the name of the class that PyTorch or
-    DeepSpeed has put around the model, if any.
+    the context ends it. The first process alone writes record, steps.jsonl and checkpoint.
     """
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.rank = 0
-        self.world = 1
-        self.store = None
-        self.stages = 1
-        self.replicas = 1
+        self.rank = 0  # of this process, from 0 to world - 1
+        self.world = 1  # processes
+        self.store = None  # by which torchrun's processes meet
+        self.stages = 1  # of a pipeline, which neighbours make up
+        self.replicas = 1  # of the model
+        # The noise scale compares one of a step's equal parts with all of its samples.
         self.parts = 1
         self.batch = 1
+        # The name of the class that PyTorch or DeepSpeed has put around the model, if any.
         self.wrapper = None
-        self.stats = StepStats(self)
+        self.stats = StepStats(self)  # what this process has measured of its steps
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
         if device.type == "cuda":
@@ -50,9 +48,9 @@ class ProcessGroup(AbstractContextManager):
         self.average = dist.ReduceOp.AVG if self.backend == "nccl" else dist.ReduceOp.SUM
 
     def start(self) -> None:
-        """Wait until the first process, which holds the GPUs by then, releases the others.
+        """Let the other processes begin, as the first one; wait for that, as another one.
 
-        All processes call this.
+        All processes call this; the first one when it holds the GPUs.
         """
         if self.store and self.first:
             self.store.set("turn", "")
@@ -98,22 +96,22 @@ class ProcessGroup(AbstractContextManager):
                 tensor /= dist.get_world_size(group)
         return tensor
 
-    def gather_stages(self, own: dict) -> dict:
+    def gather_stages(self, values: dict) -> dict:
         """Return what the stages of this process's pipeline gave, in one dict, tensors on the CPU.
 
         Without stages it returns what this process gave.
         """
         if self.stages == 1:
-            return own
+            return values
         on_cpu = {
-            key: value.cpu() if torch.is_tensor(value) else value for key, value in own.items()
+            key: value.cpu() if torch.is_tensor(value) else value for key, value in values.items()
         }
         by_rank = self.gather(on_cpu)
         first = self.rank - self.rank % self.stages
-        together = {}
-        for part in by_rank[first : first + self.stages]:
-            together |= part
-        return together
+        of_all_stages = {}
+        for of_stage in by_rank[first : first + self.stages]:
+            of_all_stages |= of_stage
+        return of_all_stages
 
     def gather(self, value) -> list:
         """Return what each process gave, in order of their ranks."""

@@ -7,14 +7,14 @@ rows, so that each has a part of every sum: one all-reduce a block adds them up.
 is computed nowhere twice; embeddings, norms and dropout of the hidden states are computed
 everywhere, from the same random numbers. All processes see all micro-batches.
 
-What it costs is those sums: each of the layer's two blocks sends the hidden states once in the
-forward pass, and their gradients once for every linear layer that reads them in the backward pass
-(four, with query, key and value apart), and none of it can wait. It is made for models that do not
-fit elsewhere; one of this size is quicker by any other way.
+Its cost are those sums: each of the layer's two blocks sends the hidden states once in the forward
+pass, and their gradients once for every linear layer that reads them in the backward pass (four,
+with query, key and value apart), and none of it can wait. It is made for models that do not fit
+elsewhere; one of this size is quicker by any other way.
 
-What every process has whole would be equal everywhere, if sums were. But a GPU adds up in whatever
-order its threads end, and rounds differently each time, so that copies of one weight would drift
-apart over the steps. Their gradients are therefore averaged after the backward pass.
+The weights that every process has whole would stay equal everywhere, if sums did. But a GPU adds up
+in whatever order its threads end, and rounds differently each time, so that copies of one weight
+would drift apart over the steps. Their gradients are therefore averaged after the backward pass.
 """
 
 import torch

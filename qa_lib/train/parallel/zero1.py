@@ -19,17 +19,18 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 
 
 class FlatShard:
-    """Some weights flattened into one tensor, of which this process updates an equal part.
+    """Some weights flattened into one tensor; each process updates an equal part of it.
 
-    The parameters become views of that tensor, and `own`, the part, is a parameter of the
-    optimizer. AdamW computes element by element, so that where one tensor ends and another begins
-    makes no difference to it.
+    The parameters become views of `flat`, that tensor, and the part of this process, `local_shard`,
+    is a parameter of the optimizer. AdamW computes element by element, so that where one tensor
+    ends and another begins makes no difference to it.
     """
 
     def __init__(self, parameters: list[torch.nn.Parameter], ranks: ProcessGroup):
         self.parameters = parameters
         self.ranks = ranks
         self.size = sum(p.numel() for p in parameters)
+        # The least multiple of ALIGN by which the parts of all processes hold all weights.
         length = -(-self.size // (ALIGN * ranks.world)) * ALIGN
         self.padding = parameters[0].new_zeros(length * ranks.world - self.size)
         self.flat = torch.cat([*(p.detach().flatten() for p in parameters), self.padding])
@@ -37,24 +38,24 @@ class FlatShard:
         for parameter in parameters:
             parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
             begin += parameter.numel()
-        self.own = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
+        self.local_shard = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
 
     def reduce_grads(self) -> torch.Tensor:
-        """Average the gradients over the processes, each its own part.
+        """Give each process its part of the gradients' mean over the processes.
 
         Returns the square norm of the gradients that this process had before.
         """
         flat = flatten(self.parameters, self.padding)
         square = square_norm(flat)
-        self.own.grad = torch.empty_like(self.own)
-        reduce_scatter(self.own.grad, flat, self.ranks.average)
+        self.local_shard.grad = torch.empty_like(self.local_shard)
+        reduce_scatter(self.local_shard.grad, flat, self.ranks.average)
         if self.ranks.average == dist.ReduceOp.SUM:
-            self.own.grad /= self.ranks.world
+            self.local_shard.grad /= self.ranks.world
         return square
 
     def all_gather_params(self) -> None:
         """Give every process all the weights."""
-        all_gather(self.flat, self.own.detach())
+        all_gather(self.flat, self.local_shard.detach())
 
     def gather(self, state: torch.Tensor) -> torch.Tensor:
         """Return optimizer state of all the weights, from that of this process's part."""
@@ -74,25 +75,25 @@ class Zero1(NoParallel):
 
     def __init__(self, model, ranks, settings):
         super().__init__(model, ranks, settings)
-        self.flat_shards = self.divided()
-        self.parameters = [share.own for share in self.flat_shards]
+        self.flat_shards = self.flatten_parameters()
+        self.parameters = [flat_shard.local_shard for flat_shard in self.flat_shards]
 
-    def divided(self) -> list[FlatShard]:
-        """Return the shards of the trained weights."""
+    def flatten_parameters(self) -> list[FlatShard]:
+        """Return the FlatShards that hold all trained weights."""
         return [FlatShard(self.parameters, self.ranks)]
 
     def reduce_grads(self):
-        self.release_grads([share.reduce_grads() for share in self.flat_shards])
+        self.release_grads([flat_shard.reduce_grads() for flat_shard in self.flat_shards])
 
     def release_grads(self, squares: list[torch.Tensor]) -> None:
-        """Free the gradients when the shares are reduced.
+        """Free the whole gradients, when each process has its part of their mean.
 
-        `squares` are the square norms of what was there before.
+        `squares` are the square norms of the FlatShards' gradients before.
         """
         # A process that is alone has no two batches to compare.
-        self.own_square_norm = sum(squares) if self.ranks.world > 1 else None
-        for share in self.flat_shards:
-            for parameter in share.parameters:
+        self.local_square_norm = sum(squares) if self.ranks.world > 1 else None
+        for flat_shard in self.flat_shards:
+            for parameter in flat_shard.parameters:
                 parameter.grad = None
 
     def sync_found_inf(self, scaler, optimizer):
@@ -106,18 +107,18 @@ class Zero1(NoParallel):
         return super().global_norm(total_norm(norm))
 
     def all_gather_params(self):
-        for share in self.flat_shards:
-            share.all_gather_params()
+        for flat_shard in self.flat_shards:
+            flat_shard.all_gather_params()
 
     def gather(self, state, parameter):
         if state.shape != parameter.shape:  # a step count, which has the same value for all
             return state
-        return self._share(parameter).gather(state)
+        return self._flat_shard_of(parameter).gather(state)
 
     def shard(self, state, parameter):
-        share = self._share(parameter)
-        return share.shard(state) if state.shape == (share.size,) else state
+        flat_shard = self._flat_shard_of(parameter)
+        return flat_shard.shard(state) if state.shape == (flat_shard.size,) else state
 
-    def _share(self, parameter: torch.Tensor) -> FlatShard:
-        """Return the shard whose own part a parameter of the optimizer is."""
-        return next(share for share in self.flat_shards if share.own is parameter)
+    def _flat_shard_of(self, parameter: torch.Tensor) -> FlatShard:
+        """Return the FlatShard whose local shard a parameter of the optimizer is."""
+        return next(flat for flat in self.flat_shards if flat.local_shard is parameter)
