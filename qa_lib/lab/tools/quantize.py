@@ -131,13 +131,14 @@ def _own_questions(entry: dict) -> Source:
     go_offline_without_network(name)
     if identify_data(name, with_validation=True)["sha256"] != entry["data"]["sha256"]:
         raise UserError(
-            f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its own"
+            f"{name!r} is not the data of {entry['run_id']} here: give --data, the folder of its "
+            "own"
         )
     return open_source(name, "validation")
 
 
 def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
-    """Return F1 of a model's answers, the best that a threshold gives, and its weights' bytes.
+    """Return F1 of a model's answers, the best F1 of a threshold, and the bytes of its weights.
 
     `folder` is the model's. The model is on the CPU, before and after.
     """
