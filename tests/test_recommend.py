@@ -1,4 +1,4 @@
-"""`recommended`: what is chosen for made-up machines, and what takes the place of a choice that fails."""
+"""`recommended`: what is chosen for made-up machines, and what replaces a choice that fails."""
 
 import dataclasses
 import importlib
