@@ -11,6 +11,7 @@ import math
 from collections import Counter
 from glob import escape, glob
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -161,25 +162,45 @@ def shared_size(
     if not able:  # nothing runs here: the size is that of a machine that can
         return SharedSize(sizes[0], f"micro-batch {sizes[0]}: the quickest known")
 
-    # What fits at no size would take the others' speed and run out of memory all the same.
-    smallest = min(options)
-    fitting = [
-        place for place, option in enumerate(options[smallest]) if card.holds(card.needed(option))
-    ]
-    if fitting:
-        for size in sizes:
-            at_size = [options[size][place] for place in fitting]
-            needed, variant = max((card.needed(option), option.variant) for option in at_size)
-            if card.holds(needed):
-                is_kept = size in preferred
-                why = (
-                    "that of runs that are there, and fits" if is_kept else "the quickest that fits"
-                )
-                memory = f"({variant}: {needed:.1f} of {card.gib:.1f} GiB)"
-                reason = f"micro-batch {size}: {why} on {machine.hardware} {memory}"
-                return SharedSize(size, reason)
-    reason = f"micro-batch {smallest}: even that may not fit on {machine.hardware}"
-    return SharedSize(smallest, reason)
+    fit = _first_that_fits(sizes, options, card)
+    if fit is None:
+        smallest = min(options)
+        reason = f"micro-batch {smallest}: even that may not fit on {machine.hardware}"
+        return SharedSize(smallest, reason)
+    why = "the quickest that fits"
+    if fit.micro_batch in preferred:
+        why = "that of runs that are there, and fits"
+    memory = f"({fit.variant}: {fit.needed_gib:.1f} of {card.gib:.1f} GiB)"
+    reason = f"micro-batch {fit.micro_batch}: {why} on {machine.hardware} {memory}"
+    return SharedSize(fit.micro_batch, reason)
+
+
+class Fit(NamedTuple):
+    """A micro-batch at which runs fit on a card."""
+
+    micro_batch: int
+    needed_gib: float  # of the run that takes most
+    variant: str  # of that run
+
+
+def _first_that_fits(
+    sizes: list[int], options: dict[int, list[Spec]], card: CardMemory
+) -> Fit | None:
+    """Return the first of `sizes` at which the specs fit on the card; None where there is none.
+
+    A spec that fits at no size does not count: it would take the others' speed and run out of
+    memory all the same.
+    """
+    smallest = options[min(options)]
+    fitting = [place for place, option in enumerate(smallest) if card.holds(card.needed(option))]
+    if not fitting:
+        return None
+    for size in sizes:
+        at_size = [options[size][place] for place in fitting]
+        needed_gib, variant = max((card.needed(option), option.variant) for option in at_size)
+        if card.holds(needed_gib):
+            return Fit(size, needed_gib, variant)
+    return None
 
 
 def _options_by_size(specs: list[Spec], most: float, machine: Machine) -> dict[int, list[Spec]]:
