@@ -74,7 +74,8 @@ def test_both_get_the_steps_that_fit_into_the_minutes(tmp_path, quickstart, monk
     assert records["sizing"].keys() == {"A0-longest", "A2"}
     assert records["quality"].keys() == {"A0-longest", "A2"}
     for variant, entry in records["quality"].items():
-        steps = int(3 * records["sizing"][variant]["speed"]["samples_per_s"] / 32)
+        samples = 3 * records["sizing"][variant]["speed"]["samples_per_s"]
+        steps = max(1, int(samples / 32))  # one at least, on a busy machine
         assert entry["spec"]["preset"]["steps"] == steps
         assert entry["time"]["steps"] == steps
     assert names()["best"]["text"] == "alice"
