@@ -1,4 +1,4 @@
-"""Profiles: a trace's events to phases and parts, Nsight Compute's pages to numbers, and a whole profile on a CPU."""
+"""Profiles: a trace's events to phases and parts, Nsight Compute's pages, and a whole profile."""
 
 from unittest.mock import Mock
 
@@ -10,10 +10,11 @@ from qa_lib.measure import trace
 from qa_lib.records.archive import Run
 from qa_lib.run import fit
 from tests.kernels import DEVICE
-from tests.material import ROOT, cases, refused, table, write
+from tests.material import refused, write
 from tests.tiny import planned, quiet
 
-HIDDEN, WIDE = 768, 3072  # as in parts.csv and cases.json
+HIDDEN = 768
+WIDE = 3072
 WIDTHS = trace.Widths(HIDDEN, WIDE, outputs=2)
 
 
@@ -24,21 +25,20 @@ def cpu(name, ts, dur, sizes=(), number=None, cat="cpu_op"):
 
 def launched(name, ts, dur, at, call, number=None, runtime="cudaLaunchKernel"):
     """A runtime call at time `at` and the kernel that it launched, which ran from ts on."""
-    own = {"correlation": call}
-    yield {
-        "ph": "X",
-        "cat": "cuda_runtime",
-        "name": runtime,
-        "ts": at,
-        "dur": 1,
-        "tid": 1,
-        "args": own,
-    }
-    args = own | {"External id": number}
-    yield {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7, "args": args}
+    begin = {"ph": "X", "cat": "cuda_runtime", "name": runtime, "ts": at, "dur": 1, "tid": 1}
+    yield begin | {"args": {"correlation": call}}
+    kernel = {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur, "tid": 7}
+    yield kernel | {"args": {"correlation": call, "External id": number}}
 
 
-KERNELS = cases("kernels of a step")
+# Kernel, when it is launched (us), operator, sizes of its inputs -> phase, part.
+KERNELS = [
+    ("nvjet_tst", 25, "aten::addmm", [[768], [64, 3072], [3072, 768]], "forward", "feed-forward"),
+    ("nvjet_ntt", 1025, "aten::mm", [[64, 768], [768, 768]], "backward", "attention"),
+    ("norm_kernel", 45, "aten::native_layer_norm", [[64, 768]],
+     "forward", "norms and elementwise"),
+    ("adam", 2025, "aten::mul", [[768, 3072, 2]], "optimizer", "optimizer"),
+]  # fmt: skip
 
 
 def gpu_trace():
@@ -59,13 +59,20 @@ def gpu_trace():
 
 def test_a_kernel_belongs_to_the_phase_and_part_that_launched_it():
     work = trace.work(gpu_trace(), WIDTHS)
-    found = {(row.name, row.phase, row.part) for row in work.itertuples()}
-    assert found == {(kernel, phase, part) for kernel, *_, phase, part in KERNELS}
+    labels = {(row.name, row.phase, row.part) for row in work.itertuples()}
+    assert labels == {(kernel, phase, part) for kernel, *_, phase, part in KERNELS}
+
+
+def test_a_kernel_has_its_step_and_when_it_began_in_it():
+    work = trace.work(gpu_trace(), WIDTHS)
     assert list(work["step"]) == [0] * 4 + [1] * 4
     assert work["start_ms"].tolist()[:2] == pytest.approx([0.0, 0.02])
-    summary = trace.summary(work, gpu_trace(), step_ms=0.5)
-    wanted = {"launches_per_step": 4, "kernels_per_step": 4, "busy_ms": 0.4, "busy_share": 0.8}
-    assert {name: summary[name] for name in wanted} == pytest.approx(wanted)
+
+
+def test_a_summary_has_means_over_steps():
+    summary = trace.summary(trace.work(gpu_trace(), WIDTHS), gpu_trace(), step_ms=0.5)
+    expected = {"launches_per_step": 4, "kernels_per_step": 4, "busy_ms": 0.4, "busy_share": 0.8}
+    assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert summary["parts"]["forward"] == pytest.approx(
         {"feed-forward": 0.1, "norms and elementwise": 0.1}
     )
@@ -77,20 +84,38 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     for index, name in enumerate([*known["name"][:4], "unknown"]):
         events += launched(name, 1000 + 100 * index, 50, 100, 1, runtime="cudaGraphLaunch")
     replayed = trace.work(events, WIDTHS)
+    assert set(replayed["phase"]) == {""}
     labelled = trace.label_like(replayed, known)
-    assert (
-        set(replayed["phase"]) == {""}
-        and labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
-    )
+    assert labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
     assert labelled["phase"].tolist() == [*known["phase"][:4], "optimizer"]
-    assert (
-        trace.summary(labelled, events, 1.0)["launches_per_step"] == 5
-    )  # one call each, in this made-up trace
+    # One call each, in this made-up trace.
+    assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5
 
 
-@pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), table("parts"))
-def test_parts(kernel, op, sizes, phase, part):
-    sizes = [tuple(map(int, size.split("x"))) for size in sizes.split()]
+# Kernel, operator, sizes of its inputs, phase -> part.
+PARTS = [
+    ("void pytorch_flash::flash_fwd_kernel", "aten::_flash_attention_forward", [],
+     "forward", "attention"),
+    ("cutlass_80_gemm", "aten::bmm", [(96, 384, 64), (96, 64, 384)], "backward", "attention"),
+    ("triton_per_fused_add_native_dropout_native_layer_norm_5", "", [],
+     "forward", "norms and elementwise"),
+    ("triton_poi_fused_gelu_2", "", [], "forward", "norms and elementwise"),
+    ("triton_poi_fused_addmm_gelu_2", "triton_poi_fused_addmm_gelu_2", [(64, WIDE)],
+     "forward", "norms and elementwise"),
+    ("vectorized_elementwise_kernel", "aten::copy_", [(WIDE, HIDDEN)], "forward", "copies"),
+    ("Memcpy HtoD", "", [], "forward", "copies"),
+    ("triton_per_fused_add_embedding_native_layer_norm_0", "", [], "forward", "embeddings"),
+    ("GammaBetaBackwardCUDAKernel", "aten::native_layer_norm_backward", [],
+     "backward", "norms and elementwise"),
+    ("sort", "aten::embedding_dense_backward", [(64, HIDDEN)], "backward", "embeddings"),
+    ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
+    ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
+    ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), PARTS)
+def test_a_kernel_has_a_part_by_its_name_operator_and_sizes(kernel, op, sizes, phase, part):
     assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
 
 
@@ -101,19 +126,41 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
     assert trace.work(events, WIDTHS)["ms"].tolist() == pytest.approx([0.1, 0.2])
 
 
+NSIGHT_PAGE = """\
+==PROF== Connected to process 7
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","sm__throughput","dram__bytes.sum"
+"","","","nsecond","%","byte"
+"0","7","gemm","2,000","90.0","1,000,000"
+"1","7","gemm","6,000","50.0","3,000,000"
+"2","7","norm","1,000","10.0","n/a"
+"""
+
+
 def test_nsight_computes_page_is_summed_by_kernel():
-    gemm, norm = profile.parse_counters((ROOT / "tests" / "nsight.csv").read_text())
-    assert (gemm["name"], gemm["count"], gemm["us"], gemm["dram_bytes"]) == ("gemm", 2, 8.0, 4e6)
-    assert norm["dram_bytes"] is None and gemm["fp8_ops"] is None
+    gemm, norm = profile.parse_counters(NSIGHT_PAGE)
+    assert gemm["name"] == "gemm"
+    assert gemm["count"] == 2
+    assert gemm["us"] == 8.0
+    assert gemm["dram_bytes"] == 4e6
+    assert norm["name"] == "norm"
+
+
+def test_a_metric_that_was_not_read_is_none():
+    gemm, norm = profile.parse_counters(NSIGHT_PAGE)
+    assert norm["dram_bytes"] is None
+    assert gemm["fp8_ops"] is None
+
+
+def test_a_page_that_is_an_error_has_no_kernels():
     assert profile.parse_counters("==ERROR== ERR_NVGPUCTRPERM\n") == []
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about machines without a GPU")
 def test_without_a_gpu_counters_are_refused_in_one_line():
-    said = []
-    assert (
-        profile.counters(planned(), said.append) is None and len(said) == 1 and "no GPU" in said[0]
-    )
+    printed = []
+    assert profile.counters(planned(), printed.append) is None
+    (line,) = printed
+    assert "no GPU" in line
 
 
 def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch):
@@ -125,37 +172,53 @@ def test_what_gradients_take_is_not_taken_for_activations(tmp_path, monkeypatch)
     for phase in ("forward", "backward") * 2:
         with hooks.phase(phase):
             pass
-    assert (hooks.kept, hooks.peaks) == (60, {"forward": 600, "backward": 600})
+    assert hooks.kept == 60
+    assert hooks.peaks == {"forward": 600, "backward": 600}
 
 
-def test_a_profile_of_a_variant_on_this_machine(tmp_path):
+@pytest.fixture(scope="module")
+def profiled(tmp_path_factory):
+    """The folder of a profile of a variant on this machine, and what was printed meanwhile."""
+    runs = tmp_path_factory.mktemp("runs")
     variant = "E-packed-efficient" if DEVICE.type == "cuda" else "A2"
-    spec, said = planned(variant, data="synthetic:200", machine=None), []
-    profile.profile(spec, tmp_path, said.append)
-    folder = tmp_path / spec.run_path
-    snapshot, time = folder / profile.SNAPSHOT, Run({}, folder).profile()["time"]
-    if DEVICE.type == "cuda":
-        assert (
-            b"train/loop.py" in snapshot.read_bytes() and b"device_traces" in snapshot.read_bytes()
-        )
-    else:
-        assert not snapshot.exists() and "A2: no memory snapshot, which is of a GPU" in said[0]
-    for phase, part in (
-        ("forward", "attention"),
-        ("backward", "feed-forward"),
-        ("optimizer", "optimizer"),
-    ):
-        assert time["parts"][phase][part] > 0
-    assert time["busy_ms"] == pytest.approx(
-        sum(sum(parts.values()) for parts in time["parts"].values())
-    )
+    spec = planned(variant, data="synthetic:200", machine=None)
+    printed = []
+    profile.profile(spec, runs, printed.append)
+    return runs / spec.run_path, printed
+
+
+def test_a_profile_has_the_time_of_each_part_of_each_phase(profiled):
+    folder, _ = profiled
+    time = Run({}, folder).profile()["time"]
+    assert time["parts"]["forward"]["attention"] > 0
+    assert time["parts"]["backward"]["feed-forward"] > 0
+    assert time["parts"]["optimizer"]["optimizer"] > 0
+    in_parts = sum(sum(parts.values()) for parts in time["parts"].values())
+    assert time["busy_ms"] == pytest.approx(in_parts)
+
+
+def test_a_trace_has_the_profiled_steps_alone(profiled):
+    folder, _ = profiled
     events = trace.read((folder / "trace.json.gz").read_bytes())
-    steps = {event["name"] for event in events if event.get("name", "").startswith("ProfilerStep#")}
-    assert (
-        len(steps)
-        == profile.PROFILED
-        == trace.work(events, trace.Widths(1, 2, 3))["step"].nunique()
-    )
+    names = {event.get("name", "") for event in events}
+    steps = [name for name in names if name.startswith("ProfilerStep#")]
+    assert len(steps) == profile.PROFILED
+    assert trace.work(events, trace.Widths(1, 2, 3))["step"].nunique() == profile.PROFILED
+
+
+@pytest.mark.skipif(DEVICE.type == "cuda", reason="is about machines without a GPU")
+def test_without_a_gpu_there_is_no_memory_snapshot(profiled):
+    folder, printed = profiled
+    assert not (folder / profile.SNAPSHOT).exists()
+    assert "A2: no memory snapshot, which is of a GPU" in printed[0]
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="is about a GPU")
+def test_a_memory_snapshot_names_the_lines_that_allocate(profiled):
+    folder, _ = profiled
+    snapshot = (folder / profile.SNAPSHOT).read_bytes()
+    assert b"train/loop.py" in snapshot
+    assert b"device_traces" in snapshot
 
 
 def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
@@ -166,7 +229,16 @@ def test_a_profile_that_fails_leaves_the_older_one_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(fit, "build_model", Mock(side_effect=RuntimeError("no model")))
     with pytest.raises(RuntimeError, match="no model"):
         profile.profile(spec, tmp_path, quiet)
-    assert [(p.name, p.read_text()) for p in folder.iterdir()] == [("profile.json", "older")]
-    refused(r"profile\.json: not readable", Run({}, folder).profile)
-    write(folder / "profile.json", {"schema": "other"})
-    refused("schema 'other' is not known", Run({}, folder).profile)
+    (file,) = folder.iterdir()
+    assert file.name == "profile.json"
+    assert file.read_text() == "older"
+
+
+def test_a_profile_that_is_no_json_is_refused(tmp_path):
+    (tmp_path / "profile.json").write_text("older")
+    refused(r"profile\.json: not readable", Run({}, tmp_path).profile)
+
+
+def test_a_profile_of_another_schema_is_refused(tmp_path):
+    write(tmp_path / "profile.json", {"schema": "other"})
+    refused("schema 'other' is not known", Run({}, tmp_path).profile)

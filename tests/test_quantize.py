@@ -1,4 +1,7 @@
-"""Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with. Most needs torchao."""
+"""Models in 8 and 4 bits: what is trained on is what is saved, loaded and answered with.
+
+Most of it needs torchao.
+"""
 
 import json
 import re
@@ -17,7 +20,7 @@ from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.records.record import SCORING, RunTaken, lock, read_document, read_record
+from qa_lib.records.record import SCORING, RunTaken, lock, read_record
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.fit import fit
 from qa_lib.score.predict import answering_device, load_qa_model
@@ -34,7 +37,8 @@ def spec_of(variant):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """A run in fp32 that has its model, and was quantized to both widths where that can be."""
-    folder, spec = tmp_path_factory.mktemp("runs"), spec_of("A1-fp32")
+    folder = tmp_path_factory.mktemp("runs")
+    spec = spec_of("A1-fp32")
     fit(spec, folder, say=quiet)
     for width in WIDTHS if find_spec("torchao") else ():
         quantize_run(folder / spec.run_path, width, say=quiet)
@@ -54,27 +58,51 @@ def logits(model):
 
 def test_two_numbers_of_4_bits_are_a_byte():
     codes = torch.arange(-8, 8, dtype=torch.int8).repeat(3, 2)
-    assert _pack(codes).shape == (3, 16) and torch.equal(_unpack(_pack(codes)), codes)
+    packed = _pack(codes)
+    assert packed.shape == (3, 16)
+    assert torch.equal(_unpack(packed), codes)
+
+
+# Training on rounded weights.
+
+
+@pytest.fixture(scope="module", params=WIDTHS)
+def width(request):
+    return request.param
+
+
+@pytest.fixture
+def rounded(width):
+    """A model whose layers round their weights while it trains."""
+    return build_model(spec_of(f"A1-{width}"))
 
 
 @pytest.mark.torchao
-@pytest.mark.parametrize("width", WIDTHS)
-def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_path):
-    model = build_model(spec_of(f"A1-{width}"))
-    rounding = [name for name, module in model.named_modules() if is_rounding(module)]
-    assert len(rounding) == 6 * model.config.num_hidden_layers and all(
-        ".layer." in name for name in rounding
-    )
+def test_every_linear_layer_of_the_encoder_rounds(rounded):
+    names = [name for name, module in rounded.named_modules() if is_rounding(module)]
+    assert len(names) == 6 * rounded.config.num_hidden_layers
+    assert all(".layer." in name for name in names)
+
+
+@pytest.mark.torchao
+def test_weights_that_are_rounded_begin_as_those_that_are_not(rounded):
     native = dict(build_model(spec_of("A1-fp32")).named_parameters())
-    assert all(torch.equal(p, native[name]) for name, p in model.named_parameters())
-    trained = logits(model)
-    model(torch.randint(5, 40, (3, 30))).start_logits.square().sum().backward()
-    assert all(
-        p.grad.abs().sum() > 0
-        for name, p in model.named_parameters()
-        if name.endswith("query.weight")
-    )
-    save_model(model, SimpleNamespace(save_pretrained=quiet), tmp_path / "model")
+    for name, parameter in rounded.named_parameters():
+        assert torch.equal(parameter, native[name]), name
+
+
+@pytest.mark.torchao
+def test_gradients_pass_the_rounding(rounded):
+    rounded(torch.randint(5, 40, (3, 30))).start_logits.square().sum().backward()
+    for name, parameter in rounded.named_parameters():
+        if name.endswith("query.weight"):
+            assert parameter.grad.abs().sum() > 0, name
+
+
+@pytest.mark.torchao
+def test_rounding_in_training_gives_the_answers_of_the_rounded_model(rounded, width, tmp_path):
+    trained = logits(rounded)
+    save_model(rounded, SimpleNamespace(save_pretrained=quiet), tmp_path / "model")
     plain = BertForQuestionAnswering.from_pretrained(tmp_path / "model")
     assert not torch.allclose(logits(plain), trained, atol=1e-4), "rounding changes something"
     quantize(plain, width)
@@ -85,45 +113,72 @@ def test_rounding_in_training_gives_the_answers_of_the_rounded_model(width, tmp_
 def test_a_variant_trains_and_its_f1_is_that_of_its_quantized_model(tmp_path):
     spec = spec_of("A1-int8")
     entry = fit(spec, tmp_path, say=quiet)
-    found = quantize_run(tmp_path / spec.run_path, "int8", say=quiet)
-    assert entry["status"] == "ok" and entry["quality"]["f1"] == found["after"]["f1"]
+    assert entry["status"] == "ok"
+    comparison = quantize_run(tmp_path / spec.run_path, "int8", say=quiet)
+    assert comparison["after"]["f1"] == entry["quality"]["f1"]
+
+
+# A quantized model beside its run.
 
 
 @pytest.mark.torchao
-@pytest.mark.parametrize("width", WIDTHS)
-def test_what_is_saved_is_what_is_loaded_and_not_trained(width, run, monkeypatch):
+def test_what_is_saved_is_what_is_loaded(width, run):
     model, _ = load_qa_model(run / "model")
     quantize(model, width)
     loaded, _ = load_qa_model(run / f"model-{width}")
     assert torch.equal(logits(loaded), logits(model))
-    refused(
-        "quantized, and train no more",
-        build_model,
-        planned("A1", "local", model=str(run / f"model-{width}")),
-    )
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert (
-        answering_device(loaded) == "cpu"
-        and answering_device(load_qa_model(run / "model")[0]) == "cuda"
-    )
-    found = read_document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
-    before, after, size = (
-        found["before"],
-        found["after"],
-        (run / f"model-{width}" / QUANTIZED).stat().st_size,
-    )
-    assert (found["width"], found["data"]["n"], after["weights_bytes"]) == (width, 60, size)
-    assert size < 0.6 * before["weights_bytes"], "embeddings keep their 32 bits"
-    assert (
-        before["f1"] == read_record(run)["quality"]["f1"]
-        and min(before["latency_ms"], after["latency_ms"]) > 0
-    )
 
 
 @pytest.mark.torchao
-def test_predict_and_the_app_take_it(runs, run, typed):
+def test_a_quantized_model_does_not_train(width, run):
+    spec = planned("A1", "local", model=str(run / f"model-{width}"))
+    refused("quantized, and train no more", build_model, spec)
+
+
+@pytest.mark.torchao
+def test_a_quantized_model_answers_on_the_cpu(width, run, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    quantized, _ = load_qa_model(run / f"model-{width}")
+    plain, _ = load_qa_model(run / "model")
+    assert answering_device(quantized) == "cpu"
+    assert answering_device(plain) == "cuda"
+
+
+@pytest.fixture
+def comparison(width, run):
+    """What was written of both models."""
+    return read_document(run / f"model-{width}" / "quantized.json", QUANTIZED_SCHEMA)
+
+
+@pytest.mark.torchao
+def test_a_comparison_says_of_what_it_is(comparison, width):
+    assert comparison["width"] == width
+    assert comparison["data"]["n"] == 60
+
+
+@pytest.mark.torchao
+def test_a_comparison_has_the_sizes_on_disk(comparison, width, run):
+    size = (run / f"model-{width}" / QUANTIZED).stat().st_size
+    assert comparison["after"]["weights_bytes"] == size
+    assert size < 0.6 * comparison["before"]["weights_bytes"], "embeddings keep their 32 bits"
+
+
+@pytest.mark.torchao
+def test_a_comparison_has_scores_and_times(comparison, run):
+    before = comparison["before"]
+    assert before["f1"] == read_record(run)["quality"]["f1"]
+    assert before["latency_ms"] > 0
+    assert comparison["after"]["latency_ms"] > 0
+
+
+@pytest.mark.torchao
+def test_predict_takes_a_quantized_model(run, typed):
     asked = ["--question", "who wrote it", "--context", "it was written by ada"]
     assert "answer" in json.loads(typed("predict --model", run / "model-int8", *asked))
+
+
+@pytest.mark.torchao
+def test_the_app_offers_a_quantized_model(runs, run):
     choices = {choice.key: choice for choice in offered(runs)}
     assert [key.rpartition("/")[2] for key in sorted(choices)] == [
         run.name,
@@ -132,52 +187,77 @@ def test_predict_and_the_app_take_it(runs, run, typed):
     ]
     eighth = choices[f"{run.parent.name}/{run.name}/model-int8"]
     after = json.loads((run / "model-int8" / "quantized.json").read_text())["after"]
-    assert " · int8 · smoke" in eighth.name and eighth.f1 == after["best_f1"]
+    assert " · int8 · smoke" in eighth.name
+    assert eighth.f1 == after["best_f1"]
     assert named([run / "model-int8"])[0].name == eighth.name
 
 
 NAME = "bert.encoder.layer.0.output.dense.weight"
-FAULTS = {
-    "another width": ("int2", None, "weights of 'int2': int8 or int4 can be had"),
-    "no width": (None, None, "weights of None"),
-    "the other width": ("int4", None, "query.weight.scale of [64, 2]"),
-    "a tensor missing": (
-        "int8",
-        lambda t: {k: v for k, v in t.items() if k != f"{NAME}.scale"},
-        f"no {NAME}.scale",
-    ),
-    "a tensor more": ("int8", lambda t: t | {"more": torch.ones(1)}, "has more, which the model"),
-    "another shape": (
-        "int8",
-        lambda t: t | {f"{NAME}.scale": torch.ones(3, 1)},
-        f"no {NAME}.scale",
-    ),
-    "another type": (
-        "int8",
-        lambda t: t | {f"{NAME}.qdata": t[f"{NAME}.qdata"].float()},
-        f"no {NAME}.qdata",
-    ),
-}
 
 
-@pytest.mark.torchao
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_folder_of_other_numbers_is_refused(fault, run, tmp_path):
-    """And without digests, as somebody might write it."""
-    width, tensors, said = FAULTS[fault]
-    folder = shutil.copytree(
+@pytest.fixture
+def without_digests(run, tmp_path):
+    """A copy of a quantized model, as somebody might write it."""
+    return shutil.copytree(
         run / "model-int8", tmp_path / "model", ignore=shutil.ignore_patterns(SUMS)
     )
-    edited(folder / "config.json", quantized=width)
-    if tensors:
-        save_file(tensors(load_file(folder / QUANTIZED)), folder / QUANTIZED)
-    refused(re.escape(said), load_qa_model, folder)
+
+
+OTHER_WIDTHS = [
+    ("int2", "weights of 'int2': int8 or int4 can be had"),
+    (None, "weights of None"),
+    ("int4", "query.weight.scale of [64, 2]"),
+]
 
 
 @pytest.mark.torchao
-def test_layers_that_cannot_be_quantized_are_named():
+@pytest.mark.parametrize(("named", "message"), OTHER_WIDTHS)
+def test_a_folder_that_names_another_width_is_refused(named, message, without_digests):
+    edited(without_digests / "config.json", quantized=named)
+    refused(re.escape(message), load_qa_model, without_digests)
+
+
+def without_scale(tensors):
+    del tensors[f"{NAME}.scale"]
+
+
+def with_one_more(tensors):
+    tensors["more"] = torch.ones(1)
+
+
+def with_another_shape(tensors):
+    tensors[f"{NAME}.scale"] = torch.ones(3, 1)
+
+
+def with_another_type(tensors):
+    tensors[f"{NAME}.qdata"] = tensors[f"{NAME}.qdata"].float()
+
+
+OTHER_TENSORS = [
+    (without_scale, f"no {NAME}.scale"),
+    (with_one_more, "has more, which the model"),
+    (with_another_shape, f"no {NAME}.scale"),
+    (with_another_type, f"no {NAME}.qdata"),
+]
+
+
+@pytest.mark.torchao
+@pytest.mark.parametrize(("change", "message"), OTHER_TENSORS)
+def test_a_folder_of_other_tensors_is_refused(change, message, without_digests):
+    tensors = load_file(without_digests / QUANTIZED)
+    change(tensors)
+    save_file(tensors, without_digests / QUANTIZED)
+    refused(re.escape(message), load_qa_model, without_digests)
+
+
+@pytest.mark.torchao
+def test_layers_of_another_kind_cannot_be_quantized():
     conv = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=40))
     refused(r"GPT2LMHeadModel: its layers have no torch\.nn\.Linear", quantize, conv, "int8")
+
+
+@pytest.mark.torchao
+def test_layers_of_odd_widths_cannot_be_quantized():
     odd = BertConfig(
         hidden_size=24,
         num_attention_heads=1,
@@ -206,7 +286,7 @@ def test_what_is_found_names_the_questions_without_the_folders_above_them(again,
 
 
 def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypatch):
-    """A record has the last part of a path alone, which may be something else in the folder that this is called in."""
+    """A record has the last part of a path alone, which may be something else in this folder."""
     change_record(again, data={"name": "squad"})
     squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")
     monkeypatch.chdir(tmp_path)
@@ -219,14 +299,22 @@ def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypat
     )
 
 
-def test_a_run_without_a_model_an_unknown_width_and_a_missing_package_are_one_line(
-    run, tmp_path, monkeypatch, typed
-):
+def test_a_run_without_a_model_is_one_line(run, tmp_path, typed):
     shutil.copy(run / "record.json", tmp_path)
     assert "no model/ in it" in typed("quantize", tmp_path, code=2)
+
+
+def test_a_language_model_is_one_line(run, tmp_path, typed):
+    shutil.copy(run / "record.json", tmp_path)
     change_record(tmp_path, task={"name": "lm"}, quality=dict.fromkeys(SCORING["lm"]["scores"]))
     assert "its task is 'lm'" in typed("quantize", tmp_path, code=2)
+
+
+def test_an_unknown_width_is_one_line(run):
     refused("weights of 'int3': int8 or int4 can be had", quantize_run, run, "int3")
+
+
+def test_without_torchao_one_line_says_how_to_get_it(run, monkeypatch, typed):
     for module in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
         monkeypatch.setitem(sys.modules, module, None)
     assert "pip install torchao" in typed("quantize", run, code=2)

@@ -7,10 +7,8 @@ from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
-from qa_lib.lab.launch import local as launch
-from qa_lib.lab.search import recommend as choosing
+from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.sweep import notebook_parameters
-from qa_lib.records import record
 from qa_lib.run.plan import plan
 from qa_lib.spec.presets import QUICKEST
 from qa_lib.spec.spec import Machine
@@ -24,14 +22,18 @@ def card(name: str, sm: int, gib: float, free: float = 0.1, gpus: int = 1) -> Ma
     return dataclasses.replace(CPU, hardware=name, gpus=gpus, sm=sm, **sizes)
 
 
-T4, H100, SMALL = card("t4", 75, 14.6), card("h100-80gb-hbm3", 90, 79), card("rtx-3050", 86, 4)
+T4 = card("t4", 75, 14.6)
+H100 = card("h100-80gb-hbm3", 90, 79)
+SMALL = card("rtx-3050", 86, 4)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """Folders of BERT-base and BERT-large, without weights, which no plan reads."""
-    large = {"num_hidden_layers": 24, "hidden_size": 1024, "num_attention_heads": 16}
-    configs = {"base": BertConfig(), "large": BertConfig(**large, intermediate_size=4096)}
+    large = BertConfig(
+        num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+    )
+    configs = {"base": BertConfig(), "large": large}
     folders = {}
     for name, config in configs.items():
         folders[name] = str(tmp_path_factory.mktemp(name))
@@ -45,8 +47,15 @@ def planned(models, tmp_path):
     """`plan` of one's own training, with a runs folder of this test."""
 
     def call(variants, machine, preset="local", model="base", **own):
-        sources = {"data": "synthetic:400", "model": models[model], "runs": tmp_path}
-        return plan(variants, preset, machine=machine, **sources | own)
+        return plan(
+            variants,
+            preset,
+            data="synthetic:400",
+            model=models[model],
+            machine=machine,
+            runs=tmp_path,
+            **own,
+        )
 
     return call
 
@@ -73,17 +82,26 @@ def test_a_variant_that_is_named_takes_the_quickest_size_that_fits(
 
 
 def test_the_size_is_as_one_that_was_asked_for(planned, tmp_path):
-    """So that the id holds it, and a sweep's notebook is told it."""
+    """The id holds it, and a sweep's notebook is told it."""
     (chosen,) = planned(["A1"], H100)
     (asked,) = planned(["A1"], H100, micro_batch=32)
-    assert chosen.hash == asked.hash and chosen.own == {"micro_batch": 32}
+    assert chosen.hash == asked.hash
+    assert chosen.own == {"micro_batch": 32}
     assert notebook_parameters(chosen, tmp_path)["micro_batch"] == 32
-    assert chosen.chosen == ["micro_batch"] and not chosen.recommended and not asked.chosen
+
+
+def test_a_spec_says_that_its_size_was_chosen(planned):
+    (chosen,) = planned(["A1"], H100)
+    (asked,) = planned(["A1"], H100, micro_batch=32)
+    assert chosen.chosen == ["micro_batch"]
+    assert not chosen.recommended
+    assert asked.chosen == []
 
 
 def test_the_size_does_not_depend_on_what_is_free(planned):
-    busy, idle = (card("t4", 75, 14.6, free) for free in (0.01, 1.0))
-    assert planned(["A1"], busy)[0].hash == planned(["A1"], idle)[0].hash
+    (on_busy,) = planned(["A1"], card("t4", 75, 14.6, free=0.01))
+    (on_idle,) = planned(["A1"], card("t4", 75, 14.6, free=1.0))
+    assert on_busy.hash == on_idle.hash
 
 
 def test_a_larger_model_gets_a_smaller_size(planned):
@@ -99,12 +117,12 @@ def test_all_variants_of_a_plan_get_one_size(planned):
 
 
 def test_a_variant_that_fits_at_no_size_does_not_slow_the_others(planned, monkeypatch):
-    needed = choosing._needed_gib
-    monkeypatch.setattr(
-        choosing,
-        "_needed_gib",
-        lambda spec, loaded: 99.0 if spec.variant == "A1" else needed(spec, loaded),
-    )
+    predicted = MemoryNeeds.gib
+
+    def gib(self, spec):
+        return 99.0 if spec.variant == "A1" else predicted(self, spec)
+
+    monkeypatch.setattr(MemoryNeeds, "gib", gib)
     assert sizes(planned(["A1", "A4"], SMALL)) == 2 * sizes(planned(["A4"], SMALL))
 
 
@@ -120,40 +138,49 @@ def test_parallel_variants_divide_the_batch_by_their_processes(planned):
     ("batch", "size"), [(4, 4), (12, 12), (64, 64), (48, 48), ([8, 32], 8), ([32, 48], 16)]
 )
 def test_a_batch_of_ones_own_is_divided(batch, size, planned):
-    found = planned(["A1"], H100, batch=batch)
-    assert set(sizes(found)) == {size}
+    specs = planned(["A1"], H100, batch=batch)
+    assert set(sizes(specs)) == {size}
 
 
 def test_a_size_that_was_asked_for_stays(planned):
     (spec,) = planned(["A1"], H100, micro_batch=4)
-    assert spec.asked.micro_batch == 4 and not spec.chosen
+    assert spec.asked.micro_batch == 4
+    assert not spec.chosen
     assert sizes(planned(["A1"], H100, micro_batch=[8, 16])) == [8, 16]
+
+
+def test_a_size_that_does_not_divide_the_batch_is_refused(planned):
     refused("does not divide", planned, ["A1"], H100, micro_batch=24)
 
 
 @pytest.mark.parametrize("preset", ["smoke", "bench", "sizing", "vram", "speedrun", "minutes"])
 def test_presets_of_the_reference_project_keep_its_size(preset, planned):
     (spec,) = planned(["A1"], H100, preset)
-    assert spec.asked.micro_batch == 8 and not spec.chosen and not spec.adjusted
+    assert spec.asked.micro_batch == 8
+    assert not spec.chosen
+    assert not spec.adjusted
 
 
 @pytest.mark.parametrize("machine", [CPU, dataclasses.replace(T4, total_mib=0, free_mib=0)])
 def test_where_memory_is_not_known_the_size_stays(machine, planned):
     (spec,) = planned(["A1"], machine)
-    assert spec.asked.micro_batch == 8 and spec.own == {} and not spec.chosen
+    assert spec.asked.micro_batch == 8
+    assert spec.own == {}
+    assert not spec.chosen
 
 
 def test_where_memory_is_not_predicted_the_size_stays_and_one_line_says_why(planned, tmp_path):
     model = checkpoint("modernbert", tmp_path / "modern")
-    (spec,) = planned(["A1"], H100)
-    (other,) = plan(["A1"], "local", data="synthetic:80", model=model, machine=H100, runs=tmp_path)
-    assert (spec.asked.micro_batch, other.asked.micro_batch) == (32, 8)
-    assert "modernbert" in other.adjusted[0] and "--micro-batch" in other.adjusted[0]
+    (spec,) = plan(["A1"], "local", data="synthetic:80", model=model, machine=H100, runs=tmp_path)
+    assert spec.asked.micro_batch == 8
+    assert "modernbert" in spec.adjusted[0]
+    assert "--micro-batch" in spec.adjusted[0]
 
 
 def test_on_a_cpu_a_batch_that_8_does_not_divide_is_divided(planned):
     (spec,) = planned(["A1"], CPU, batch=12)
-    assert spec.asked.micro_batch == 6 and "micro-batch 6: the largest up to 8" in spec.adjusted[0]
+    assert spec.asked.micro_batch == 6
+    assert "micro-batch 6: the largest up to 8" in spec.adjusted[0]
 
 
 @pytest.mark.parametrize("status", ["ok", "killed", "error", "running"])
@@ -164,14 +191,23 @@ def test_a_run_that_is_there_keeps_its_size(status, machine, planned, tmp_path):
     (same,) = planned(["A1"], machine, epochs=1)
     assert same.run_path == there.run_path
     assert same.adjusted[0].startswith("micro-batch 4: that of ")
-    for other in ({"epochs": 2}, {"epochs": 1, "seeds": [1]}, {"epochs": 1, "model": "large"}):
-        assert sizes(planned(["A1"], machine, **other)) == [8 if machine is CPU else 32]
+
+
+@pytest.mark.parametrize(
+    "other", [{"epochs": 2}, {"epochs": 1, "seeds": [1]}, {"epochs": 1, "model": "large"}]
+)
+@pytest.mark.parametrize(("machine", "usual"), [(H100, 32), (CPU, 8)])
+def test_a_run_that_is_there_decides_for_no_other(machine, usual, other, planned, tmp_path):
+    (there,) = planned(["A1"], machine, micro_batch=4, epochs=1)
+    leave(tmp_path, there)
+    assert sizes(planned(["A1"], machine, **other)) == [usual]
 
 
 def test_a_run_at_the_usual_size_is_nothing_to_speak_of_on_a_cpu(planned, tmp_path):
     leave(tmp_path, planned(["A1"], CPU)[0])
     (spec,) = planned(["A1"], CPU)
-    assert spec.own == {} and not spec.chosen
+    assert spec.own == {}
+    assert not spec.chosen
     assert not any(line.startswith("micro-batch") for line in spec.adjusted)
 
 
@@ -189,12 +225,15 @@ def test_a_run_that_ran_out_of_memory_gives_way_to_a_smaller_size(planned, tmp_p
 @pytest.fixture
 def by_samples(monkeypatch):
     """Every variant takes 1 GiB, and 0.1 GiB a sample."""
-    predicted = lambda spec, loaded: 1 + 0.1 * spec.asked.micro_batch  # noqa: E731
-    monkeypatch.setattr(choosing, "_needed_gib", predicted)
+
+    def gib(self, spec):
+        return 1 + 0.1 * spec.asked.micro_batch
+
+    monkeypatch.setattr(MemoryNeeds, "gib", gib)
 
 
 def test_variants_beside_a_recommended_one_take_no_larger_size(planned, by_samples):
-    """Which is chosen by what is free."""
+    """The recommended one is chosen by what is free."""
     tight = dataclasses.replace(H100, free_mib=3 * 1024)
     assert sizes(planned(["A1"], tight)) == [32]
     assert sizes(planned(["A1", "recommended"], tight)) == [16, 16]
@@ -212,37 +251,46 @@ def test_a_recommended_run_takes_the_size_of_the_variants_beside_it(planned):
 def test_a_recommended_run_that_is_finished_stays_the_choice_on_a_busy_card(
     planned, by_samples, tmp_path
 ):
-    idle, busy = (dataclasses.replace(H100, free_mib=1024 * gib) for gib in (79, 3))
+    idle = dataclasses.replace(H100, free_mib=1024 * 79)
+    busy = dataclasses.replace(H100, free_mib=1024 * 3)
     (there,) = planned(["recommended"], idle)
     assert planned(["recommended"], busy)[0].run_path != there.run_path
     leave(tmp_path, there)
     (same,) = planned(["recommended"], busy)
-    assert same.run_path == there.run_path and "which is finished" in same.adjusted[0]
+    assert same.run_path == there.run_path
+    assert "which is finished" in same.adjusted[0]
 
 
-@pytest.mark.parametrize(
-    "order", [["recommended", "E-fp8-uncompiled"], ["E-fp8-uncompiled", "recommended"]]
-)
-def test_a_choice_that_is_named_as_well_stays_a_choice(order, planned):
-    idle = dataclasses.replace(H100, free_mib=H100.total_mib)
-    (spec,) = planned(order, idle)
-    assert spec.recommended, "or nothing would take its place where it fails"
+IDLE_H100 = dataclasses.replace(H100, free_mib=H100.total_mib)
 
 
+@pytest.mark.parametrize(("machine", "choice"), [(IDLE_H100, "E-fp8-uncompiled"), (CPU, "A4")])
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_choice_that_is_named_as_well_stays_a_choice(machine, choice, is_first, planned):
+    """Else nothing would take its place where it fails."""
+    names = ["recommended", choice] if is_first else [choice, "recommended"]
+    (spec,) = planned(names, machine)
+    assert spec.variant == choice
+    assert spec.recommended
+    assert spec.adjusted[0].startswith("recommended: ")
+
+
+@pytest.mark.parametrize(("launcher", "probe"), [("local", "probe"), ("slurm", "probe_node")])
 def test_a_sweep_says_its_size_once_within_100_columns(
-    planned, models, tmp_path, monkeypatch, typed
+    launcher, probe, models, tmp_path, monkeypatch, typed
 ):
     """Slurm's probe gives a machine as the local one does."""
+    monkeypatch.setattr(sweep, probe, lambda *_: (H100, {}))
     words = f"--variants A1,A4 --seeds 0,1 --data synthetic:400 --model {models['base']}"
-    for launcher, probe in (("local", "probe"), ("slurm", "probe_node")):
-        monkeypatch.setattr(sweep, probe, lambda *_: (H100, {}))
-        out = typed(f"sweep --plan --launcher {launcher} --runs {tmp_path} {words}")
-        assert out.count("the quickest that fits") == 1 and out.startswith("micro-batch 32: ")
-        assert out.count("run, micro-batch 32\n") == 4
-        assert max(map(len, out.splitlines())) <= 100
+    out = typed(f"sweep --plan --launcher {launcher} --runs {tmp_path} {words}")
+    assert out.startswith("micro-batch 32: ")
+    assert out.count("the quickest that fits") == 1
+    assert out.count("run, micro-batch 32\n") == 4
+    assert max(map(len, out.splitlines())) <= 100
 
 
 def test_a_node_that_was_probed_has_its_whole_memory():
+    """The probe hands a machine on as JSON."""
     fields = dataclasses.asdict(T4)
-    assert launch.Machine(**fields) == T4 and fields["total_mib"] == 14950
-    assert record.FIRST_STEPS == 3
+    assert fields["total_mib"] == 14950
+    assert Machine(**fields) == T4

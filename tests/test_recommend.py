@@ -1,4 +1,4 @@
-"""`recommended`: what is chosen for made-up machines, and what takes the place of a choice that fails."""
+"""`recommended`: what is chosen for made-up machines, and what replaces a choice that fails."""
 
 import dataclasses
 import importlib
@@ -20,7 +20,9 @@ from qa_lib.lab.launch import local as launch
 from qa_lib.lab.launch import process
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
-from qa_lib.lab.search import recommend as choosing
+from qa_lib.lab.search import history
+from qa_lib.lab.search.memory_estimate import MemoryNeeds
+from qa_lib.lab.search.recommend import choose, open_sizes
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run import fit
@@ -30,229 +32,484 @@ from qa_lib.spec.variants import TASKS, VARIANTS, find_recipe
 from qa_lib.train.step_log import StepFailed
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
-from tests.material import cases, committed, leave, refused, table, write
+from tests.material import committed, leave, refused, write
 from tests.tiny import CPU, checkpoint
-
-LARGE = BertConfig(
-    num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
-)
-MINILM = BertConfig(
-    num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536
-)
 
 
 def card(name: str, sm: int, gib: float, gpus: int = 1, **more) -> Machine:
+    """A machine with a GPU of which so much memory is free."""
     return dataclasses.replace(
         CPU, hardware=name, gpus=gpus, sm=sm, free_mib=int(1024 * gib), **more
     )
 
 
-T4, A100, L4 = card("t4", 75, 14.6), card("a100-sxm4-40gb", 80, 39), card("l4", 89, 22)
+T4 = card("t4", 75, 14.6)
+V100 = card("v100", 70, 15.7)
+P100_WITHOUT_COMPILER = card("p100", 60, 15.9, compiler=False)
+A100 = card("a100-sxm4-40gb", 80, 39)
+RTX_3050 = card("rtx-3050", 86, 2.5)
+L4 = card("l4", 89, 22)
+RTX_4090 = card("rtx-4090", 89, 23.5)
 H100 = card("h100-80gb-hbm3", 90, 79)
+H100_UNKNOWN_MEMORY = card("h100-80gb-hbm3", 90, 0)
+H100_WITHOUT_COMPILER = card("h100", 90, 79, compiler=False)
+CPU_WITHOUT_COMPILER = dataclasses.replace(CPU, compiler=False)
+
+CONFIGS = {
+    "large": BertConfig(
+        num_hidden_layers=24, hidden_size=1024, num_attention_heads=16, intermediate_size=4096
+    ),
+    "minilm": BertConfig(
+        num_hidden_layers=6, hidden_size=384, num_attention_heads=12, intermediate_size=1536
+    ),
+    "distilbert": DistilBertConfig(),
+}
 
 
 @pytest.fixture
 def models(tmp_path):
     """The models' folders, by name."""
-    configs = {"large": LARGE, "minilm": MINILM, "distilbert": DistilBertConfig()}
-    for name, config in configs.items():
-        config.save_pretrained(tmp_path / name)
-    return {"base": "bert-base-uncased"} | {name: str(tmp_path / name) for name in configs}
+    folders = {"base": "bert-base-uncased"}
+    for name, config in CONFIGS.items():
+        folders[name] = str(tmp_path / name)
+        config.save_pretrained(folders[name])
+    return folders
 
 
 def unchosen(machine, model="bert-base-uncased", preset="full", **own):
     """What `plan` hands on, without asking the hub for SQuAD."""
-    found = {"name": "squad_v2", "sha256": "0"}, {"name": model, "revision": "0"}
-    return resolve("recommended", preset, 0, machine, *found, "squad_v2", model, **own)
-
-
-def chosen(machine, runs, *model, **own):
-    found = choosing.choose(unchosen(machine, *model, **own), machine, runs)
-    return found.variant, found.settings.micro_batch, found.adjusted[0]
-
-
-def fails(spec, runs, status, kind=None, step=None):
-    """A record of a run of that spec that ended so."""
-    return record.read_record(
-        leave(runs, spec, status, {"kind": kind, "message": f"what {kind} says", "step": step})
+    return resolve(
+        variant="recommended",
+        preset=preset,
+        seed=0,
+        machine=machine,
+        data={"name": "squad_v2", "sha256": "0"},
+        model={"name": model, "revision": "0"},
+        data_source="squad_v2",
+        model_source=model,
+        **own,
     )
 
 
-@pytest.mark.parametrize("row", table("recommended"), ids=" ".join)
-def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(row, models, tmp_path):
-    name, sm, gib, compiler, model, variant, size, why = row
-    machine = card(name, int(sm), float(gib), compiler=compiler == "yes", gpus=int(name != "cpu"))
-    *found, said = chosen(machine, tmp_path, models[model])
-    assert found == [variant, int(size)] and why in said and "\n" not in said
-    assert said.startswith(f"recommended: {variant} at micro-batch {size} on {name}, ")
+def chosen(machine, runs, *model, **own):
+    """The variant, the micro-batch and the sentence of a choice."""
+    spec = choose(unchosen(machine, *model, **own), machine, runs)
+    return spec.variant, spec.settings.micro_batch, spec.adjusted[0]
 
 
-def test_a_size_that_was_asked_for_stays_and_a_batch_of_ones_own_is_divided(models, tmp_path):
+def leave_end(spec, runs, status, kind=None, step=None):
+    """A record of a run of that spec that ended so."""
+    error = {"kind": kind, "message": f"what {kind} says", "step": step}
+    return record.read_record(leave(runs, spec, status, error))
+
+
+# What is chosen.
+
+CHOICES = [
+    (T4, "base", "E-t4-norm", 32,
+     "on t4, since E-uncompiled needs a GPU of compute capability 8.0 or newer"),
+    (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
+    (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
+    (T4, "distilbert", "E-graph", 32, "since E-t4 does not fit distilbert: its layers"),
+    (A100, "base", "E-uncompiled", 32,
+     "on a100-sxm4-40gb, since E-fp8-uncompiled needs a GPU of compute capability 8.9"),
+    (A100, "large", "E-uncompiled", 32, "of 39.0 GiB"),
+    (L4, "base", "E-fp8-uncompiled", 32, "on l4, the quickest known; predicted: 2.9"),
+    (RTX_4090, "large", "E-fp8-uncompiled", 32, "on rtx-4090, the quickest known"),
+    (H100, "base", "E-fp8-uncompiled", 32, "the quickest known"),
+    (H100_UNKNOWN_MEMORY, "base", "E-fp8-uncompiled", 32, "on h100-80gb-hbm3, the quickest known"),
+    (V100, "base", "E-t4", 32, "since E-masters needs"),
+    (H100_WITHOUT_COMPILER, "base", "A2", 32, "since A4 torch.compile needs"),
+    (P100_WITHOUT_COMPILER, "large", "A2", 16, "A2 at micro-batch 32 would take 18.0 of 15.9"),
+    (RTX_3050, "base", "E-uncompiled", 8, "since E-uncompiled at micro-batch 16 would take 2."),
+    (CPU, "large", "A4", 8, "on cpu, the quickest known"),
+    (CPU_WITHOUT_COMPILER, "base", "A2", 8, "since A4 torch.compile needs a C++ compiler"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("machine", "model", "variant", "size", "why"), CHOICES)
+def test_a_machine_gets_the_quickest_that_it_runs_and_that_fits(
+    machine, model, variant, size, why, models, tmp_path
+):
+    *choice, sentence = chosen(machine, tmp_path, models[model])
+    assert choice == [variant, size]
+    start = f"recommended: {variant} at micro-batch {size} on {machine.hardware}, "
+    assert sentence.startswith(start)
+    assert why in sentence
+    assert "\n" not in sentence
+
+
+def test_a_size_that_was_asked_for_stays(tmp_path):
     assert chosen(T4, tmp_path, micro_batch=8)[:2] == ("E-t4-norm", 8)
-    assert chosen(T4, tmp_path, batch=48)[:2] == ("E-t4-norm", 48)
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "choice"), [(T4.free_mib, ("E-uncompiled", 48)), (2900, ("E-uncompiled", 12))]
+)
+def test_a_batch_of_ones_own_is_divided(free_mib, choice, tmp_path):
+    machine = dataclasses.replace(A100, free_mib=free_mib)
+    assert chosen(machine, tmp_path, batch=48)[:2] == choice
+
+
+def test_a_size_that_was_asked_for_and_does_not_fit_is_refused(tmp_path):
     tight = dataclasses.replace(A100, free_mib=2900)
-    assert chosen(tight, tmp_path, batch=48)[:2] == ("E-uncompiled", 12)
     refused("E-uncompiled at micro-batch 32 would take 3", chosen, tight, tmp_path, micro_batch=32)
+
+
+def test_without_records_the_largest_size_comes_first():
+    assert open_sizes(unchosen(H100), []) == [32, 16, 8, 4, 2, 1]
 
 
 def test_the_size_that_was_measured_to_be_quickest_comes_first():
     def entry(size, speed):
         return {"spec": {"settings": {"micro_batch": size}}, "speed": {"samples_per_s": speed}}
 
-    assert choosing._sizes(unchosen(H100), []) == [32, 16, 8, 4, 2, 1]
-    assert choosing._sizes(unchosen(H100), [entry(8, 100.0), entry(32, 90.0)]) == [
-        8,
-        16,
-        32,
-        4,
-        2,
-        1,
-    ]
+    records = [entry(8, 100.0), entry(32, 90.0)]
+    assert open_sizes(unchosen(H100), records) == [8, 16, 32, 4, 2, 1]
 
 
 def test_where_nothing_fits_one_line_says_what_to_do(models, tmp_path):
-    words = card("gtx-1050", 61, 2, compiler=False), tmp_path, models["large"]
-    said = refused("on gtx-1050: A2 at micro-batch 1 would take", chosen, *words)
-    assert "of 2.0 GiB that are free" in said and "--max-length" in said and "nvidia-smi" in said
+    tiny_card = card("gtx-1050", 61, 2, compiler=False)
+    start = "on gtx-1050: A2 at micro-batch 1 would take"
+    message = refused(start, chosen, tiny_card, tmp_path, models["large"])
+    assert "of 2.0 GiB that are free" in message
+    assert "--max-length" in message
+    assert "nvidia-smi" in message
 
 
 def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkeypatch):
-    monkeypatch.setattr(choosing, "COMMITTED", tmp_path / "no")
+    monkeypatch.setattr(history, "COMMITTED", tmp_path / "no")
     assert chosen(T4, tmp_path / "none")[:2] == ("E-t4-norm", 32)
 
 
-def test_what_recommended_may_take_is_in_the_order_of_the_records():
-    """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
-    runs, names = committed(), TASKS["qa"]["on_gpu"]
-    own = evidence.usual_conditions(evidence.select(runs, evidence.REFERENCE))
-    speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
+def test_an_encoder_gets_what_its_layers_allow(tmp_path):
+    model = checkpoint("modernbert", tmp_path)
+    (spec,) = plan(["recommended"], "smoke", model=model, machine=H100, runs=tmp_path)
+    assert spec.variant == "E-masters"
+    assert "since E-t4-norm" in spec.adjusted[0]
+    assert "predicted" not in spec.adjusted[0]
+
+
+def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
+    BertConfig().save_pretrained(tmp_path)
+    command = f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}"
+    sentence, _, row = typed(command).splitlines()[:3]
+    assert sentence.startswith("recommended: E-t4-norm")
+    assert row.split()[:3] == ["E-t4-norm", "384", "32"]
+
+
+def test_what_a_choice_needs_of_a_card_is_predicted():
+    assert 1 < MemoryNeeds().gib(unchosen(T4)) < 14.6
+
+
+def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
+    ask = Mock(return_value=Mock(total=16 * 2**30, used=2**30, free=15 * 2**30))
+    monkeypatch.setattr(hardware, "ask_nvml", ask)
+    assert hardware._free_mib() == 15 * 1024
+    ask.assert_called_with(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
+
+
+def test_without_nvml_all_memory_counts_as_free(monkeypatch):
+    properties = Mock(return_value=Mock(total_memory=16 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(hardware, "ask_nvml", lambda *_: None)
+    assert hardware._free_mib() == 16 * 1024
+
+
+# What may be chosen is held against the committed records.
+
+
+def test_variants_to_choose_from_are_in_the_order_of_their_speeds():
+    names = TASKS["qa"]["on_gpu"]
+    usual = evidence.usual_conditions(evidence.select(committed(), evidence.REFERENCE))
+    of_one_size = usual[usual["micro_batch"] == 32]
+    speeds = of_one_size.groupby("spec.variant")["speed.samples_per_s"].mean()
     assert speeds[names].is_monotonic_decreasing
-    tested = (
-        equivalence(evidence.usual_conditions(evidence.judging_runs(runs, evidence.REFERENCE)))
-        .reindex(names)
-        .drop(index=BASELINE)
-    )
+
+
+def test_variants_to_choose_from_score_as_the_baseline_does():
+    judged = evidence.usual_conditions(evidence.judging_runs(committed(), evidence.REFERENCE))
+    tested = equivalence(judged).reindex(TASKS["qa"]["on_gpu"]).drop(index=BASELINE)
     assert (tested["best_delta"] >= -MARGIN).all()
-    text = (
-        evidence.select(runs, TASKS["lm"]["reference"])
-        .groupby("spec.variant")["speed.samples_per_s"]
-        .mean()
-    )
-    on_any, on_old = TASKS["lm"]["on_gpu"][:3], TASKS["lm"]["on_gpu"][3:]
-    assert text[on_any].is_monotonic_decreasing and text[on_old].is_monotonic_decreasing
-    for name, task in TASKS.items():
-        for variant in {*task["on_gpu"], *task["on_cpu"]}:
-            assert (
-                VARIANTS[variant].task == name
-                and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
-            )
 
 
-def test_plan_puts_it_in_the_place_of_the_name(tmp_path):
-    where = {"data": "synthetic:80", "machine": T4, "runs": tmp_path}
-    usual, spec, *others = plan(["A1", "recommended"], "smoke", [0, 1], **where)
-    found = [(each.variant, each.seed) for each in (usual, spec, *others)]
-    assert found == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
-    assert (spec.chosen, spec.own, usual.chosen) == (
-        ["variant", "micro_batch"],
-        {"micro_batch": 16},
-        [],
-    )
-    (named,) = plan(["E-t4-norm"], "smoke", [0], micro_batch=16, **where)
-    assert spec == named and spec.run_path == named.run_path, "a recommended run is that run"
-    sizes = plan(["recommended"], "smoke", micro_batch=[8, 16], **where)
-    assert [(spec.settings.micro_batch, spec.chosen) for spec in sizes] == [
-        (8, ["variant"]),
-        (16, ["variant"]),
-    ]
-    assert len(plan(["recommended", "E-t4-norm"], "smoke", micro_batch=16, **where)) == 1
-    refused("does not divide", plan, ["recommended"], "smoke", micro_batch=5, **where)
-    (text,) = plan(["recommended"], "lm-smoke", **where)
-    assert (text.variant, text.settings.micro_batch) == ("L-fp16", 16)
+def test_variants_of_a_language_model_are_in_the_order_of_their_speeds():
+    """Those that any GPU runs, and then those for the older ones."""
+    runs = evidence.select(committed(), TASKS["lm"]["reference"])
+    speeds = runs.groupby("spec.variant")["speed.samples_per_s"].mean()
+    names = TASKS["lm"]["on_gpu"]
+    assert speeds[names[:3]].is_monotonic_decreasing
+    assert speeds[names[3:]].is_monotonic_decreasing
 
 
-def test_what_a_card_could_not_do_is_passed_over(tmp_path):
-    spec = choosing.choose(unchosen(H100), H100, tmp_path)
-    fails(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
-    *found, said = chosen(H100, tmp_path)
-    assert found == ["E-fp8-uncompiled", 16], "the next size, of what ran out of memory"
-    assert (
-        f"failed here at micro-batch 32 (what OutOfMemoryError says; {spec.group}/{spec.run_id})"
-        in said
-    )
-    fails(
-        choosing.choose(unchosen(H100), H100, tmp_path),
-        tmp_path,
-        "error",
-        "CompilationError",
-        step=1,
-    )
-    assert chosen(H100, tmp_path)[:2] == ("E-uncompiled", 32)
-    assert chosen(H100, tmp_path, preset="bench")[0] == "E-uncompiled", "whatever the preset"
-    for other, length in (
-        (dataclasses.replace(H100, hardware="h200"), None),
-        (L4, None),
-        (H100, 256),
-    ):
-        assert chosen(other, tmp_path, max_length=length)[:2] == ("E-fp8-uncompiled", 32), (
-            "nothing is known of that"
-        )
+@pytest.mark.parametrize("task", TASKS)
+def test_variants_to_choose_from_are_of_their_task_and_train_all_weights(task):
+    for name in {*TASKS[task]["on_gpu"], *TASKS[task]["on_cpu"]}:
+        assert VARIANTS[name].task == task
+        assert find_recipe(VARIANTS[name].settings.trainable).kind == "all"
+
+
+# The choice in a plan.
+
+
+@pytest.fixture
+def plan_on_a_t4(tmp_path):
+    return partial(plan, data="synthetic:80", machine=T4, runs=tmp_path)
+
+
+def test_plan_puts_the_choice_in_the_place_of_the_name(plan_on_a_t4):
+    specs = plan_on_a_t4(["A1", "recommended"], "smoke", [0, 1])
+    names = [(spec.variant, spec.seed) for spec in specs]
+    assert names == [("A1", 0), ("E-t4-norm", 0), ("A1", 1), ("E-t4-norm", 1)]
+
+
+def test_a_choice_says_what_was_left_to_the_machine(plan_on_a_t4):
+    usual, spec = plan_on_a_t4(["A1", "recommended"], "smoke")
+    assert spec.chosen == ["variant", "micro_batch"]
+    assert spec.own == {"micro_batch": 16}
+    assert usual.chosen == []
+
+
+def test_a_recommended_run_is_the_run_of_the_variant(plan_on_a_t4):
+    (spec,) = plan_on_a_t4(["recommended"], "smoke")
+    (named,) = plan_on_a_t4(["E-t4-norm"], "smoke", micro_batch=16)
+    assert spec == named
+    assert spec.run_path == named.run_path
+    assert len(plan_on_a_t4(["recommended", "E-t4-norm"], "smoke", micro_batch=16)) == 1
+
+
+def test_of_several_sizes_that_were_asked_for_each_gets_a_choice(plan_on_a_t4):
+    specs = plan_on_a_t4(["recommended"], "smoke", micro_batch=[8, 16])
+    assert [spec.settings.micro_batch for spec in specs] == [8, 16]
+    assert [spec.chosen for spec in specs] == [["variant"], ["variant"]]
+
+
+def test_a_size_that_does_not_divide_the_batch_is_refused(plan_on_a_t4):
+    refused("does not divide", plan_on_a_t4, ["recommended"], "smoke", micro_batch=5)
+
+
+def test_a_language_model_gets_a_variant_of_its_task(plan_on_a_t4):
+    (spec,) = plan_on_a_t4(["recommended"], "lm-smoke")
+    assert (spec.variant, spec.settings.micro_batch) == ("L-fp16", 16)
+
+
+# What a card could not do before.
+
+
+def test_what_ran_out_of_memory_gets_a_smaller_size(tmp_path):
+    spec = choose(unchosen(H100), H100, tmp_path)
+    leave_end(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
+    variant, size, sentence = chosen(H100, tmp_path)
+    assert (variant, size) == ("E-fp8-uncompiled", 16)
+    path = f"{spec.group}/{spec.run_id}"
+    assert f"failed here at micro-batch 32 (what OutOfMemoryError says; {path})" in sentence
+
+
+@pytest.fixture
+def failed_twice(tmp_path):
+    """A runs folder in which the first choice of an H100 ran out of memory, and then failed."""
+    for status, kind in (("oom", "OutOfMemoryError"), ("error", "CompilationError")):
+        spec = choose(unchosen(H100), H100, tmp_path)
+        leave_end(spec, tmp_path, status, kind, step=1)
+    return tmp_path
+
+
+@pytest.mark.parametrize("preset", ["full", "bench"])
+def test_a_variant_that_failed_is_passed_over_at_any_preset(preset, failed_twice):
+    assert chosen(H100, failed_twice, preset=preset)[0] == "E-uncompiled"
+
+
+OTHERS = [
+    (dataclasses.replace(H100, hardware="h200"), None),
+    (L4, None),
+    (H100, 256),
+]
+
+
+@pytest.mark.parametrize(("machine", "max_length"), OTHERS)
+def test_a_failure_says_nothing_of_other_cards_and_lengths(machine, max_length, failed_twice):
+    choice = chosen(machine, failed_twice, max_length=max_length)
+    assert choice[:2] == ("E-fp8-uncompiled", 32)
+
+
+def test_where_every_variant_has_failed_none_is_known(failed_twice):
     with pytest.raises(UserError, match="no variant is known"):
         for _ in range(30):
-            fails(
-                choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError"
-            )
-    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["on_gpu"]) + 1, (
-        "two sizes of the first"
-    )
+            spec = choose(unchosen(H100), H100, failed_twice)
+            leave_end(spec, failed_twice, "error", "RuntimeError")
+    of_two_sizes = 1  # of the first
+    failed = history.failed_records(unchosen(H100), failed_twice)
+    assert len(failed) == len(TASKS["qa"]["on_gpu"]) + of_two_sizes
 
 
-def test_a_failure_counts_for_the_model_that_had_it(models, tmp_path):
+def test_a_failure_counts_for_the_model_that_had_it(tmp_path):
     """The folder of every model that a run keeps is called `model`."""
-    large, little = (
-        dataclasses.replace(unchosen(H100), model={"name": "model", "revision": revision})
-        for revision in ("a large one", "a small one")
-    )
-    spec = choosing.choose(large, H100, tmp_path)
-    fails(spec, tmp_path, "oom", "OutOfMemoryError", step=1)
-    assert len(choosing._failed(large, tmp_path)) == 1 and not choosing._failed(little, tmp_path)
+    large = dataclasses.replace(unchosen(H100), model={"name": "model", "revision": "large"})
+    little = dataclasses.replace(unchosen(H100), model={"name": "model", "revision": "small"})
+    spec = choose(large, H100, tmp_path)
+    leave_end(spec, tmp_path, "oom", "OutOfMemoryError", step=1)
+    assert len(history.failed_records(large, tmp_path)) == 1
+    assert history.failed_records(little, tmp_path) == []
+
+
+# Which ends are the machine's, so that another choice may do better.
+
+# A file that is not found in the first step is a compiler's; what fails after all steps fails in
+# scoring.
+ENDS = [
+    ("error", "CompilationError", 1, None, True),
+    ("error", "RuntimeError", None, None, True),
+    ("error", "FileNotFoundError", 1, None, True),
+    ("oom", "OutOfMemoryError", 90, None, True),
+    ("error", "RuntimeError", 2, None, True),
+    ("error", "RuntimeError", 3, None, True),
+    ("error", "RuntimeError", 4, None, False),
+    ("error", "NonFiniteLoss", 1, None, True),
+    ("error", "NonFiniteLoss", 2, None, False),
+    ("error", "DataError", None, None, False),
+    ("error", "DataError", 2, None, False),
+    ("killed", "killed", None, None, False),
+    ("error", "RuntimeError", None, 400, False),
+    ("oom", "OutOfMemoryError", None, 400, False),
+    ("ok", None, None, 400, False),
+]
+
+
+@pytest.mark.parametrize(("status", "kind", "step", "trained_steps", "unable"), ENDS)
+def test_which_ends_are_the_machines(status, kind, step, trained_steps, unable):
+    error = {"kind": kind, "step": step}
+    entry = {"status": status, "error": error, "time": {"steps": trained_steps}}
+    assert record.unable(entry) is unable
+
+
+class Unreachable(ConnectionError):
+    """An error of the network, as libraries have them."""
+
+
+def failed_step():
+    problem = StepFailed(1)
+    problem.__cause__ = FileNotFoundError(2, "no ptxas")
+    return problem
+
+
+PROBLEMS = [
+    (Unreachable(), True),
+    (DataError("x"), True),
+    (failed_step(), False),
+    (RuntimeError(), False),
+]
+
+
+@pytest.mark.parametrize(("problem", "is_mistake"), PROBLEMS, ids=repr)
+def test_mistakes_are_told_by_their_kind(problem, is_mistake):
+    kind = fit.outcome_of(problem)["error"]["kind"]
+    assert (kind in record.MISTAKES) is is_mistake
+
+
+def test_every_error_that_a_user_can_mend_is_a_mistake():
+    apart = ("qa_lib.lab.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.lab.app.page")
+    for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
+        if not module.name.startswith(apart):
+            importlib.import_module(module.name)
+    kinds = [UserError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    raised_elsewhere = ("qa_lib.lab.report", "qa_lib.train", "tests")
+    kinds = [kind for kind in kinds if not kind.__module__.startswith(raised_elsewhere)]
+    assert {kind.__name__ for kind in kinds} <= {*record.MISTAKES}
+
+
+def test_a_compiler_that_takes_the_process_with_it_is_the_machines(ended_process):
+    entry = ended_process()
+    assert record.unable(entry)
+    assert "exit code -6" in entry["error"]["message"]
+    assert "LLVM" in entry["error"]["message"]
+
+
+def test_a_process_that_was_stopped_is_not_the_machines(ended_process):
+    assert not record.unable(ended_process(reason="the driver was stopped"))
+
+
+def test_a_crash_of_a_named_variant_is_nobodys_choice(ended_process):
+    assert not record.unable(ended_process(chosen=[]))
+
+
+@pytest.mark.parametrize(("step", "unable"), [(2, True), (3, False)])
+def test_a_crash_is_the_machines_while_it_may_compile(step, unable, ended_process):
+    """The second step compiles for another shape."""
+    assert record.unable(ended_process(step=step)) is unable
+
+
+@pytest.fixture
+def ended_process(tmp_path):
+    """Judges a recommended run whose process has ended by itself, with these changes."""
+    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
+    run_dir = tmp_path / spec.run_path
+
+    def judged(reason=None, step=None, **changes):
+        changed = dataclasses.replace(spec, **changes)
+        record.write_record(run_dir, record.new_record(changed, {}))
+        (run_dir / "log.txt").write_text("LLVM ERROR: Cannot select\n")
+        if step is not None:
+            write(run_dir / "steps.jsonl", {"step": step})
+        return launch.judge(changed, run_dir, reason, -6, 1.0)
+
+    return judged
+
+
+class Hung:
+    """A process that goes on for ever, and trains `steps` steps, or none and does not begin to."""
+
+    def __init__(self, run_dir, steps):
+        record.write_record(run_dir, record.read_record(run_dir) | {"status": "running"})
+        if steps is not None:
+            lines = [f'{{"step": {step}}}\n' for step in range(1, steps + 1)]
+            (run_dir / "steps.jsonl").write_text("".join(lines))
+        (run_dir / "log.txt").touch()
+        self.returncode = -9
+        self.pid = 1
+        self.poll = Mock(return_value=None)
+        self.kill = Mock()
+
+
+@pytest.fixture
+def hung_run(tmp_path, monkeypatch):
+    """Runs a variant whose process hangs after some steps; its record."""
+    monkeypatch.setattr(launch, "FIRST_STEP_S", 0.2)
+    monkeypatch.setattr(launch, "POLL_S", 0.01)
+    monkeypatch.setattr(launch, "kill", Mock())
+
+    def run(variant, steps, limit_s):
+        (spec,) = plan([variant], "smoke", machine=CPU, runs=tmp_path)
+        launcher = launch.Launcher(tmp_path, CPU, {}, time_limit_s=limit_s)
+        launcher._start = lambda spec, run_dir, env, log: Hung(run_dir, steps)
+        (entry,) = launcher.run_all([spec])
+        return entry
+
+    return run
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("limit_s", [0.3, math.inf])
+def test_a_first_step_that_hangs_is_ended_and_gives_way(steps, limit_s, hung_run):
+    """Under a time limit, as in a sweep, and without one, as under `run`."""
+    entry = hung_run("recommended", steps, limit_s)
+    assert entry["status"] == "error"
+    assert record.unable(entry)
+    if limit_s == math.inf:
+        assert f"step {steps + 1} was not done after 0.2 s" in entry["error"]["message"]
 
 
 @pytest.mark.parametrize(
-    ("status", "kind", "step", "steps", "found"), cases("ends that are the machine's")
+    ("variant", "steps"), [("recommended", 3), ("recommended", None), ("A1", 0)]
 )
-def test_which_ends_are_the_machines(status, kind, step, steps, found):
-    """A file that is not found in the first step is a compiler's; what fails after all steps fails in scoring."""
-    error = {"kind": kind, "step": step}
-    assert record.unable({"status": status, "error": error, "time": {"steps": steps}}) is found
+def test_another_run_that_hangs_is_killed_by_its_time_limit(variant, steps, hung_run):
+    entry = hung_run(variant, steps, limit_s=0.3)
+    assert entry["status"] == "killed"
+    assert not record.unable(entry)
 
 
-def test_mistakes_are_told_by_their_kind():
-    class Unreachable(ConnectionError):
-        """As libraries have them."""
-
-    failed = StepFailed(1)
-    failed.__cause__ = FileNotFoundError(2, "no ptxas")
-    for problem, mistake in (
-        (Unreachable(), True),
-        (DataError("x"), True),
-        (failed, False),
-        (RuntimeError(), False),
-    ):
-        assert (fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES) is mistake, problem
-
-    for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
-        if not module.name.startswith(
-            ("qa_lib.lab.report", "qa_lib.kernels", "qa_lib.__main__", "qa_lib.lab.app.page")
-        ):
-            importlib.import_module(module.name)
-    kinds = [UserError]
-    for one in kinds:
-        kinds += one.__subclasses__()
-        assert (
-            one.__module__.startswith(("qa_lib.lab.report", "qa_lib.train", "tests"))
-            or one.__name__ in record.MISTAKES
-        )
+# What takes the place of a choice that fails.
 
 
 def cold(monkeypatch, folder):
@@ -274,206 +531,127 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
     """Each try in a process of its own."""
     plant(monkeypatch, tmp_path)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    command = ["run", "recommended", "--preset", "test", "--runs", str(tmp_path / "runs")]
+    runs = tmp_path / "runs"
+    command = ["run", "recommended", "--preset", "test", "--runs", str(runs)]
     assert main(command) == 0
     out, err = capfd.readouterr()
-    assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 100
-    lines = out.replace("\n    ", " ").splitlines()
+    of_the_command = [line for line in out.splitlines() if str(tmp_path) not in line]
+    assert max(map(len, of_the_command)) <= 100
+    lines = unwrapped(out).splitlines()
     first, second = (line for line in lines if line.startswith("recommended: "))
     assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
     assert second.startswith(
         "recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 ("
     )
-    assert (
-        "Traceback" not in out + err and "A2: ok" in out and (plant is warm or "step 40/40" in out)
-    )
-    entries = {
-        path.name[:2]: record.read_record(path) for path in (tmp_path / "runs").glob("cpu-test/*")
-    }
-    ends = {
-        name: (entry["status"], entry["spec"]["adjusted"][0]) for name, entry in entries.items()
-    }
-    assert (
-        ends == {"A4": ("error", first), "A2": ("ok", second)}
-        and entries["A4"]["error"]["step"] == 1
-    )
-    (log,) = (tmp_path / "runs").glob("cpu-test/A4-*/log.txt")
+    assert "Traceback" not in out + err
+    assert "A2: ok" in out
+    if plant is cold:
+        assert "step 40/40" in out
+
+    entries = {path.name[:2]: record.read_record(path) for path in runs.glob("cpu-test/*")}
+    assert entries.keys() == {"A4", "A2"}
+    assert (entries["A4"]["status"], entries["A4"]["error"]["step"]) == ("error", 1)
+    assert entries["A4"]["spec"]["adjusted"][0] == first
+    assert entries["A2"]["status"] == "ok"
+    assert entries["A2"]["spec"]["adjusted"][0] == second
+    (log,) = runs.glob("cpu-test/A4-*/log.txt")
     assert "Traceback" in log.read_text()
 
     assert main(command) == 0
     out = capfd.readouterr().out
-    assert (
-        out.replace("\n    ", " ").startswith(second)
-        and "A4 seed" not in out
-        and "\nfinished on " in out
-        and "A2: ok" in out
-    )
+    assert unwrapped(out).startswith(second)
+    assert "A4 seed" not in out
+    assert "\nfinished on " in out
+    assert "A2: ok" in out
     assert entries["A4"] == record.read_record(log.parent)
 
 
-def test_a_run_that_fails_later_or_by_a_mistake_is_not_replaced(tmp_path, monkeypatch):
+def unwrapped(text):
+    """Sentences that were wrapped for the terminal, in a line each."""
+    return text.replace("\n    ", " ")
+
+
+def test_a_run_that_fails_by_a_mistake_is_not_replaced(tmp_path, monkeypatch):
     """`fit` says so in one line; what failed would fail again."""
 
-    run_all = Mock(
-        side_effect=lambda specs, *_: [
-            fails(spec, tmp_path, "error", "DataError") for spec in specs
-        ]
-    )
-    monkeypatch.setattr(launch.Launcher, "run_all", run_all)
+    def run_all(specs, *_):
+        return [leave_end(spec, tmp_path, "error", "DataError") for spec in specs]
+
+    monkeypatch.setattr(launch.Launcher, "run_all", Mock(side_effect=run_all))
     (spec,) = plan(["recommended"], "smoke", runs=tmp_path)
     assert spec.recommended
     refused(f"{spec.run_path}: error, what DataError says ", qa_lib.fit, spec, tmp_path)
 
 
-def test_a_sweep_goes_on_with_the_next_and_counts_both(tmp_path, monkeypatch, typed):
-    """The driver passes on what it has chosen, and says in the record why; its notebooks know the variant alone."""
+@pytest.fixture
+def sweep_in_which_a4_fails(tmp_path, monkeypatch, typed):
+    """Types the command; its notebooks know the variant alone."""
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
 
     def work(self, spec, run_dir, cards):
         named = dataclasses.replace(spec, chosen=[], adjusted=[])
-        ends = ("error", "CppCompileError", 1) if spec.variant == "A4" else ("ok",)
-        entry = fails(named, self.runs, *ends)
+        end = ("error", "CppCompileError", 1) if spec.variant == "A4" else ("ok",)
+        entry = leave_end(named, self.runs, *end)
         return launch.judge(spec, run_dir, None, 0, 1.0) | {"time": entry["time"]}
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
     command = f"sweep --preset smoke --variants recommended,A1 --runs {tmp_path}"
-    out = typed(command)
-    assert "sweep: 2 runs, 0 finished, 2 to run" in out and "[3/3]" in out and "sweep: 2 ok" in out
-    assert (
-        out.count("recommended: A4 at micro-batch 8") == 1
-        and "recommended: A2 at micro-batch 8" in out
-    )
+    return partial(typed, command)
+
+
+def test_a_sweep_goes_on_with_the_next_and_counts_both(sweep_in_which_a4_fails):
+    out = sweep_in_which_a4_fails()
+    assert "sweep: 2 runs, 0 finished, 2 to run" in out
+    assert "[3/3]" in out
+    assert "sweep: 2 ok" in out
+    assert out.count("recommended: A4 at micro-batch 8") == 1
+    assert "recommended: A2 at micro-batch 8" in out
+    assert "sweep: 2 runs, 2 finished, 0 to run" in sweep_in_which_a4_fails()
+
+
+def test_a_record_says_why_its_variant_was_chosen(sweep_in_which_a4_fails, tmp_path):
+    sweep_in_which_a4_fails()
     (path,) = tmp_path.glob("cpu-smoke/A2-*")
     assert record.read_record(path)["spec"]["adjusted"][0].startswith("recommended: A2")
-    assert "sweep: 2 runs, 2 finished, 0 to run" in typed(command)
-
-
-def test_a_process_that_a_compiler_takes_with_it_is_told_from_one_that_was_stopped(tmp_path):
-    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
-    run_dir = tmp_path / spec.run_path
-
-    def judged(one, reason=None):
-        record.write_record(run_dir, record.new_record(one, {}))
-        (run_dir / "log.txt").write_text("LLVM ERROR: Cannot select\n")
-        return launch.judge(one, run_dir, reason, -6, 1.0)
-
-    entry = judged(spec)
-    assert (
-        record.unable(entry)
-        and "exit code -6" in entry["error"]["message"]
-        and "LLVM" in entry["error"]["message"]
-    )
-    assert not record.unable(judged(spec, "the driver was stopped"))
-    assert not record.unable(judged(dataclasses.replace(spec, chosen=[]))), (
-        "a named variant is nobody's choice"
-    )
-    write(run_dir / "steps.jsonl", {"step": 2})
-    assert record.unable(judged(spec)), "the second step compiles for another shape"
-    write(run_dir / "steps.jsonl", {"step": 3})
-    assert not record.unable(judged(spec))
-
-
-def test_a_recommended_run_that_is_finished_is_returned_unless_it_is_forced(tmp_path, monkeypatch):
-    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
-    there = fails(spec, tmp_path, "ok")
-    anew = Mock(side_effect=lambda specs, *_: [fails(spec, tmp_path, "ok") for spec in specs])
-    monkeypatch.setattr(launch.Launcher, "run_all", anew)
-    said = []
-    assert qa_lib.fit(spec, tmp_path, say=said.append) == there
-    assert said[0] == spec.adjusted[0] and said[1].startswith("finished on ")
-    anew.assert_not_called()
-    qa_lib.fit(spec, tmp_path, say=said.append, force=True)
-    anew.assert_called_once()
-
-
-class Hung:
-    """A process that goes on for ever, and trains `steps` steps, or none and does not begin to."""
-
-    def __init__(self, run_dir, steps):
-        record.write_record(run_dir, record.read_record(run_dir) | {"status": "running"})
-        if steps is not None:
-            (run_dir / "steps.jsonl").write_text(
-                "".join(f'{{"step": {step}}}\n' for step in range(1, steps + 1))
-            )
-        (run_dir / "log.txt").touch()
-        self.returncode, self.pid, self.poll, self.kill = -9, 1, Mock(return_value=None), Mock()
-
-
-@pytest.mark.parametrize(
-    ("steps", "recommended", "status", "unable"),
-    [
-        (0, True, "error", True),
-        (2, True, "error", True),
-        (3, True, "killed", False),  # by the time limit
-        (None, True, "killed", False),
-        (0, False, "killed", False),
-    ],
-)
-@pytest.mark.parametrize("limit_s", [0.3, math.inf])
-def test_a_first_step_that_hangs_is_ended_and_gives_way(
-    steps, recommended, status, unable, limit_s, tmp_path, monkeypatch
-):
-    """Under a time limit, as in a sweep, and without one, as under `run`."""
-    if limit_s == math.inf and not unable:
-        pytest.skip("it would go on for ever")
-    monkeypatch.setattr(launch, "FIRST_STEP_S", 0.2)
-    monkeypatch.setattr(launch, "POLL_S", 0.01)
-    monkeypatch.setattr(launch, "kill", Mock())
-    (spec,) = plan(["recommended" if recommended else "A1"], "smoke", machine=CPU, runs=tmp_path)
-    launcher = launch.Launcher(tmp_path, CPU, {}, time_limit_s=limit_s)
-    launcher._start = lambda spec, run_dir, env, log: Hung(run_dir, steps)
-    (entry,) = launcher.run_all([spec])
-    assert entry["status"] == status and record.unable(entry) is unable
-    if limit_s == math.inf:
-        assert f"step {steps + 1} was not done after 0.2 s" in entry["error"]["message"]
 
 
 def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_path, monkeypatch):
     specs = plan(["recommended", "A2"], "smoke", machine=CPU, runs=tmp_path)
     assert [spec.variant for spec in specs] == ["A4", "A2"]
+    ends = {"A4": ("error", "CppCompileError", 1), "A2": ("ok",)}
 
-    def work(self, specs, *_):
-        ends = {"A4": ("error", "CppCompileError", 1), "A2": ("ok",)}
-        return [fails(spec, tmp_path, *ends[spec.variant]) for spec in specs]
+    def run_all(self, specs, *_):
+        return [leave_end(spec, tmp_path, *ends[spec.variant]) for spec in specs]
 
-    monkeypatch.setattr(launch.Launcher, "run_all", work)
+    monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     monkeypatch.setattr(launch, "is_finished", lambda runs, spec: (runs / spec.run_path).exists())
-    found = launch.run_in_turn(launch.Launcher(tmp_path, CPU, {}), specs, lambda _: None)
-    assert [spec.variant for spec in found] == ["A2"]
+    launcher = launch.Launcher(tmp_path, CPU, {})
+    left = launch.run_in_turn(launcher, specs, lambda _: None)
+    assert [spec.variant for spec in left] == ["A2"]
 
 
-def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
-    free_bytes = Mock(side_effect=[15 * 2**30, None])
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", Mock(return_value=Mock(total_memory=16 * 2**30))
+@pytest.fixture
+def finished_run(tmp_path, monkeypatch):
+    """A recommended run that is finished: its spec, its record, and what would run it again."""
+    (spec,) = plan(["recommended"], "smoke", machine=CPU, runs=tmp_path)
+    entry = leave_end(spec, tmp_path, "ok")
+    run_again = Mock(
+        side_effect=lambda specs, *_: [leave_end(spec, tmp_path, "ok") for spec in specs]
     )
-    monkeypatch.setattr(hardware.nvml, "free_bytes", free_bytes)
-    assert (hardware._free_mib(), hardware._free_mib()) == (15 * 1024, 16 * 1024)
-    free_bytes.assert_called_with(torch.device("cuda", 0))
+    monkeypatch.setattr(launch.Launcher, "run_all", run_again)
+    return spec, entry, run_again
 
 
-def test_memory_predicts_what_would_be_taken_on_such_a_card(tmp_path, typed):
-    BertConfig().save_pretrained(tmp_path)
-    command = f"memory recommended --preset bench --compute-capability 7.5 --model {tmp_path}"
-    said, _, line = typed(command).splitlines()[:3]
-    assert said.startswith("recommended: E-t4-norm") and line.split()[:3] == [
-        "E-t4-norm",
-        "384",
-        "32",
-    ]
-    assert 1 < choosing._needed_gib(unchosen(T4), {}) < 14.6
+def test_a_recommended_run_that_is_finished_is_returned(finished_run, tmp_path):
+    spec, entry, run_again = finished_run
+    printed = []
+    assert qa_lib.fit(spec, tmp_path, say=printed.append) == entry
+    assert printed[0] == spec.adjusted[0]
+    assert printed[1].startswith("finished on ")
+    run_again.assert_not_called()
 
 
-def test_an_encoder_gets_what_its_layers_allow(tmp_path):
-    (spec,) = plan(
-        ["recommended"],
-        "smoke",
-        model=checkpoint("modernbert", tmp_path),
-        machine=H100,
-        runs=tmp_path,
-    )
-    assert (
-        spec.variant == "E-masters"
-        and "since E-t4-norm" in spec.adjusted[0]
-        and "predicted" not in spec.adjusted[0]
-    )
+def test_a_recommended_run_that_is_forced_runs_again(finished_run, tmp_path):
+    spec, _, run_again = finished_run
+    qa_lib.fit(spec, tmp_path, say=lambda _: None, force=True)
+    run_again.assert_called_once()

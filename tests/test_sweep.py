@@ -1,14 +1,15 @@
 """The driver under faults, each with real processes.
 
-Where a fault does not depend on training, the kernel only writes a run's files (small.pretend) and imports no torch;
-where it does not depend on papermill either, a plain Python takes the place of papermill and kernel, which have the
-same faults in the slow tier.
+Where a fault does not depend on training, the kernel only writes a run's files (small.pretend) and
+imports no torch; where it does not depend on papermill either, a plain Python takes the place of
+papermill and kernel, which have the same faults in the slow tier.
 """
 
 import dataclasses
 import os
 import re
 import signal
+import textwrap
 import threading
 import time
 from functools import partial
@@ -27,7 +28,7 @@ from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
 from tests import small, warm
 from tests.conftest import slow
-from tests.material import ROOT, cases, change_record, edited, leave, python, refused, wait_for
+from tests.material import ROOT, change_record, edited, leave, python, refused, wait_for
 from tests.small import FIT, PRETEND, STEPS, write_notebook
 from tests.tiny import planned, steps_of
 
@@ -41,9 +42,13 @@ by_papermill = pytest.mark.parametrize("lab", ["papermill"], indirect=True)
 
 
 class Lab:
+    """A runs folder, a notebook to spoil, and drivers that run it."""
+
     def __init__(self, folder, patch, output, plain):
-        self.runs, self.notebook = folder / "runs {seed}", folder / "notebook.ipynb"
-        self.patch, self.output = patch, output
+        self.runs = folder / "runs {seed}"
+        self.notebook = folder / "notebook.ipynb"
+        self.patch = patch
+        self.output = output
         for name, value in small.environment(self.notebook, this_machine(), plain).items():
             patch.setenv(name, value)
         write_notebook(self.notebook)
@@ -63,11 +68,13 @@ class Lab:
         return ["sweep", *words, "--preset", "test", "--runs", str(self.runs)]
 
     def run(self, *words):
-        """A driver in this process: its exit code, and what it says."""
+        """A driver in this process: its exit code, and what it prints on both streams."""
         self.patch.chdir(ROOT)
         small.stand_in(self.patch.setattr)
         self.output.readouterr()
-        return main(self.command(*words)), *self.output.readouterr()
+        code = main(self.command(*words))
+        out, err = self.output.readouterr()
+        return code, out, err
 
     def records(self):
         folders = [path.parent for path in self.runs.glob("*/*/record.json")]
@@ -77,7 +84,7 @@ class Lab:
         return {name: entry["status"] for name, entry in self.records().items()}
 
     def wait_for_step(self, variant, step):
-        """Wait until that variant's steps.jsonl has so many lines; the process that holds the run's lock."""
+        """Wait for so many lines of that variant's steps.jsonl; the process that holds its lock."""
         logs = partial(self.runs.glob, f"*/{variant}-s0-*/steps.jsonl")
         wait_for(lambda: any(log.read_bytes().count(b"\n") >= step for log in logs()))
         (process,) = small.holders(self.runs)
@@ -90,12 +97,15 @@ def kill_and_run_again(lab, hang, work, after):
     process = lab.start("--variants", "A1,A2")
     os.kill(lab.wait_for_step("A1", after), signal.SIGKILL)
     process.join(120)
-    assert (process.exitcode, lab.statuses()) == (1, {"A1": "killed", "A2": "ok"})
+    assert process.exitcode == 1
+    assert lab.statuses() == {"A1": "killed", "A2": "ok"}
     assert re.search(r"A1-s0-\w+: killed, its process ended", lab.said())
     kept = lab.records()["A2"]
     write_notebook(lab.notebook, work=PRETEND if work == PRETEND else FIT)
     code, out, _ = lab.run("--variants", "A1,A2")
-    assert (code, lab.statuses(), out.count("seed 0: ok")) == (0, {"A1": "ok", "A2": "ok"}, 1)
+    assert code == 0
+    assert lab.statuses() == {"A1": "ok", "A2": "ok"}
+    assert out.count("seed 0: ok") == 1
     assert lab.records()["A2"] == kept
 
 
@@ -106,11 +116,16 @@ def test_a_killed_kernel_is_a_row_and_only_it_runs_again(lab):
 @pytest.mark.slow
 @by_papermill
 def test_a_killed_kernel_goes_on_from_its_checkpoint(lab):
-    hang = "if variant == 'A1':\n    import time\n    say = lambda line: time.sleep(600) if ' 20/' in line else None"
-    work = f"if variant == 'A1':\n    {FIT}\nelse:\n    {PRETEND}".replace("\nfit", "\n    fit")
+    hang = """
+if variant == 'A1':
+    import time
+    say = lambda line: time.sleep(600) if ' 20/' in line else None
+"""
+    work = f"if variant == 'A1':\n{textwrap.indent(FIT, '    ')}\nelse:\n    {PRETEND}"
     kill_and_run_again(lab, hang, work, 20)
-    done = lab.records()["A1"]["time"]
-    assert (done["steps"], done["resumed_from_step"]) == (STEPS, 10)
+    time = lab.records()["A1"]["time"]
+    assert time["steps"] == STEPS
+    assert time["resumed_from_step"] == 10
 
 
 def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
@@ -119,13 +134,10 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
     code, out, _ = lab.run("--variants", "A1,A2,D1-nvfuser", "--seeds", "0")
     lines = out.splitlines()
     assert lines[0] == "sweep: 3 runs, 1 finished, 2 to run"
-    told = "\n".join(line for line in lines if re.match(r"\d\d:\d\d ", line))
-    assert (
-        told.count("A1 seed 0 starts")
-        == len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", told))
-        == 1
-    )
-    assert told.count("left") == 1, "after the first of two"
+    progress = "\n".join(line for line in lines if re.match(r"\d\d:\d\d ", line))
+    assert progress.count("A1 seed 0 starts") == 1
+    assert len(re.findall(r"\[\d/3\] A1 seed 0: ok, \d+ s", progress)) == 1
+    assert progress.count("left") == 1, "after the first of two"
     rows = [" ".join(line.split()[:3]) for line in lines[lines.index("") + 1 :]]
     assert rows == [
         "variant seed status",
@@ -134,7 +146,8 @@ def test_what_a_sweep_writes_into_a_file_can_be_read_the_next_morning(lab):
         "D1-nvfuser 0 skipped",
         "sweep: 2 ok,",
     ]
-    assert (lines[-1], code) == ("sweep: 2 ok, 1 skipped", 0)
+    assert lines[-1] == "sweep: 2 ok, 1 skipped"
+    assert code == 0
 
 
 def test_two_sweeps_share_the_work(lab):
@@ -144,14 +157,14 @@ def test_two_sweeps_share_the_work(lab):
         process.join(240)
     assert [process.exitcode for process in sweeps] == [0, 0], lab.said()
     assert lab.statuses() == {"A1": "ok", "A2": "ok", "D1-nvfuser": "skipped"}
-    steps = [
-        step["step"] for path in lab.runs.glob("*/*/steps.jsonl") for step in steps_of(path.parent)
-    ]
-    assert sorted(steps) == sorted([*range(1, STEPS + 1)] * 2)
+    logs = list(lab.runs.glob("*/*/steps.jsonl"))
+    assert len(logs) == 2
+    for log in logs:
+        assert [line["step"] for line in steps_of(log.parent)] == list(range(1, STEPS + 1))
 
 
 def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatch):
-    """A1's process ends at once and its record cannot be written; A2's goes on until it is killed."""
+    """A1's process ends at once and its record cannot be written; A2's goes on until killed."""
     done = []
 
     def start(command, **_):
@@ -178,117 +191,156 @@ def test_all_runs_are_ended_even_where_one_cannot_be_judged(tmp_path, monkeypatc
 def test_a_run_over_its_time_limit_is_killed_with_the_limit_named(lab):
     write_notebook(lab.notebook, before="import time\ntime.sleep(300)")
     begin = time.monotonic()
-    assert (
-        lab.run("--variants", "A1", "--time-limit", "3")[0] == 1 and time.monotonic() - begin < 60
-    )
+    code, _, _ = lab.run("--variants", "A1", "--time-limit", "3")
+    assert code == 1
+    assert time.monotonic() - begin < 60
     assert lab.records()["A1"]["error"]["message"] == "over its time limit of 3 s"
 
 
-def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(tmp_path, monkeypatch):
-    """The clock goes on by 50 s a look; a run of 300 s may be running for six looks, and waiting for any number."""
+@pytest.mark.parametrize(
+    ("first_statuses", "looks"),
+    [(["starting"] * 2, 7), (["running"] * 3 + ["waiting"] * 50, 57)],
+)
+def test_what_is_waited_for_the_gpu_is_no_part_of_the_limit(
+    first_statuses, looks, tmp_path, monkeypatch
+):
+    """The clock goes on by 50 s a look.
+
+    A run of 300 s may be running for six looks, and waiting for any number.
+    """
     spec = planned()
     monkeypatch.setattr(launch.time, "monotonic", iter(range(0, 100_000, 50)).__next__)
     monkeypatch.setattr(launch, "POLL_S", 0)
     entry = record.new_record(spec, {})
-
-    def hung(statuses):
-        """How often a process that does not end by itself was looked at, and why it had to be ended."""
-        process, found = (
-            Mock(poll=Mock(return_value=None)),
-            [entry | {"status": status} for status in statuses],
-        )
-        monkeypatch.setattr(record, "read_record", Mock(side_effect=found))
-        return launch.Launcher(tmp_path, Machine(), {})._watch(
-            process, spec
-        ), process.poll.call_count
-
-    for looks, statuses in ((7, ["starting"] * 2), (57, ["running"] * 3 + ["waiting"] * 50)):
-        assert hung([*statuses, *["running"] * 9]) == ("over its time limit of 300 s", looks)
+    entries = [entry | {"status": status} for status in [*first_statuses, *["running"] * 9]]
+    monkeypatch.setattr(record, "read_record", Mock(side_effect=entries))
+    process = Mock(poll=Mock(return_value=None))
+    reason = launch.Launcher(tmp_path, Machine(), {})._watch(process, spec)
+    assert reason == "over its time limit of 300 s"
+    assert process.poll.call_count == looks
 
 
 def test_what_was_skipped_is_run_once_the_machine_can(tmp_path):
-    without, able = (planned("C2-8", machine=Machine(bitsandbytes=has)) for has in (False, True))
+    without = planned("C2-8", machine=Machine(bitsandbytes=False))
+    able = planned("C2-8", machine=Machine(bitsandbytes=True))
     leave(tmp_path, without, "skipped", {"kind": "skipped", "message": without.skip})
     launcher = launch.Launcher(tmp_path, Machine(), {})
-    assert (
-        without.hash == able.hash
-        and launcher.is_finished(without)
-        and not launcher.is_finished(able)
-    )
+    assert without.hash == able.hash
+    assert launcher.is_finished(without)
+    assert not launcher.is_finished(able)
 
 
 def test_plan_says_what_would_run_and_runs_nothing(lab):
     code, out, _ = lab.run(
         "--plan", "--variants", "A1,D1-nvfuser,A1", "--seeds", "0", "1", "--seeds", "0"
     )
-    said = [line.split(maxsplit=1)[1].strip() for line in out.splitlines()]
-    assert said == ["run", "skip: this PyTorch has no torch.compile backend named 'nvfuser'"] * 2
-    assert code == 0 and not lab.runs.exists()
+    states = [line.split(maxsplit=1)[1].strip() for line in out.splitlines()]
+    assert states == ["run", "skip: this PyTorch has no torch.compile backend named 'nvfuser'"] * 2
+    assert code == 0
+    assert not lab.runs.exists()
 
 
 @by_papermill
 @pytest.mark.slow
 def test_a_run_costs_little_beyond_imports_and_a_record_of_an_unknown_schema_is_refused(lab):
-    """Kernel start, papermill and record together: what the notebook took beyond the run, the quicker of two times, the
-    first of which waits for imports. It is 0.8 s, where nothing else is at work."""
+    """Kernel start, papermill and record together take 0.8 s, where nothing else is at work.
+
+    That is what the notebook took beyond the run, the quicker of two times, the first of which
+    waits for imports.
+    """
     assert lab.run("--variants", "A1", "--seeds", "0", "1")[0] == 0
     runs = [record.read_record(path.parent) for path in lab.runs.glob("*/*/record.json")]
     assert min(run["time"]["notebook_s"] - run["time"]["wall_s"] for run in runs) < 5.0
     (folder,) = lab.runs.glob("*/A1-s0-*")
     before = edited(folder / "record.json", schema="qa_lib/99").read_bytes()
     code, _, err = lab.run("--variants", "A1")
-    said = r"cpu-test/A1-s0-\w+: error, .*/record\.json: schema 'qa_lib/99' is not known .*\n"
-    assert re.fullmatch(said, err)
-    assert (code, (folder / "record.json").read_bytes()) == (1, before)
+    message = r"cpu-test/A1-s0-\w+: error, .*/record\.json: schema 'qa_lib/99' is not known .*\n"
+    assert re.fullmatch(message, err)
+    assert code == 1
+    assert (folder / "record.json").read_bytes() == before
 
 
-def test_a_card_is_counted_among_the_visible_ones(monkeypatch):
-    for visible, card, named in ((None, 1, "1"), ("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")):
-        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-        if visible:
-            monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-        assert child_env((card,))["CUDA_VISIBLE_DEVICES"] == named
+@pytest.mark.parametrize(
+    ("visible", "card", "named"), [(None, 1, "1"), ("2,3", 1, "3"), ("GPU-5c", 0, "GPU-5c")]
+)
+def test_a_card_is_counted_among_the_visible_ones(visible, card, named, monkeypatch):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert child_env((card,))["CUDA_VISIBLE_DEVICES"] == named
 
 
-def test_runs_of_two_cards_get_pairs_and_never_one_card_twice(tmp_path):
-    machine = Machine(gpus=4, sm=90, compiler=True)
-    wide = [
-        dataclasses.replace(spec, world=2)
-        for spec in plan(["A1", "A2", "A3"], "smoke", machine=machine)
+FOUR_CARDS = Machine(gpus=4, sm=90, compiler=True)
+
+
+def specs_of_worlds(*worlds):
+    """A spec for each number of processes."""
+    specs = plan(["A1", "A2", "A3"][: len(worlds)], "smoke", machine=FOUR_CARDS)
+    return [
+        dataclasses.replace(spec, world=world) for spec, world in zip(specs, worlds, strict=True)
     ]
 
-    class Noted(launch.Launcher):
-        def _work(self, spec, run_dir, cards):
-            seen.append(cards)
-            self.together.wait()  # until so many are at work
-            return record.finish(run_dir, record.new_record(spec, {}), "oom")
 
-    def cards_of(specs, gpus, at_once=1):
-        """The cards that each run gets, in the order in which they begin."""
-        Noted.together = threading.Barrier(at_once, timeout=30)
-        seen.clear()
-        entries = Noted(tmp_path / str(len(gpus)) / str(len(specs)), machine, {}, gpus).run_all(
-            specs
-        )
+@pytest.fixture
+def cards_of(tmp_path):
+    """The cards that each run gets, in the order in which they begin."""
+
+    def run(specs, gpus, at_once=1):
+        seen = []
+        together = threading.Barrier(at_once, timeout=30)
+
+        class Noted(launch.Launcher):
+            def _work(self, spec, run_dir, cards):
+                seen.append(cards)
+                together.wait()  # until so many are at work
+                return record.finish(run_dir, record.new_record(spec, {}), "oom")
+
+        entries = Noted(tmp_path, FOUR_CARDS, {}, gpus).run_all(specs)
         assert [entry["status"] for entry in entries] == ["oom"] * len(specs)
-        return [*seen]
+        return seen
 
-    seen = []
-    assert set(cards_of(wide, [0, 1, 2, 3])) <= {(0, 1), (2, 3)} and len(seen) == 3
-    one, two, three = (
-        dataclasses.replace(spec, world=world) for spec, world in zip(wide, (1, 2, 3), strict=True)
-    )
-    assert sorted(cards_of([one, two], [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
-    first, *others = cards_of([three, one, two], [0, 1, 2])
-    assert sorted(first) == [0, 1, 2] == sorted(sum(others, ()))
-    for gpus in ([0], [0, 0]):
-        refused("a run takes 2 different cards", cards_of, wide, gpus)
-    refused("--gpus 4: this machine has 4 GPUs", cards_of, wide, [4])
+    return run
 
 
-@pytest.mark.parametrize(("changes", "said"), cases("unfinished runs"))
-def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
-    spec, launcher = planned(), launch.Launcher(tmp_path, Machine(), {})
+def test_runs_of_two_cards_get_pairs(cards_of):
+    pairs = cards_of(specs_of_worlds(2, 2, 2), [0, 1, 2, 3])
+    assert set(pairs) <= {(0, 1), (2, 3)}
+    assert len(pairs) == 3
+
+
+def test_runs_of_one_and_of_two_cards_work_side_by_side(cards_of):
+    assert sorted(cards_of(specs_of_worlds(1, 2), [0, 1, 2], at_once=2)) == [(0,), (1, 2)]
+
+
+def test_a_run_of_many_cards_waits_for_them_and_others_with_it(cards_of):
+    first, second, third = cards_of(specs_of_worlds(3, 1, 2), [0, 1, 2])
+    assert sorted(first) == [0, 1, 2]
+    assert sorted(second + third) == [0, 1, 2]
+
+
+BAD_CARDS = [
+    ([0], "a run takes 2 different cards"),
+    ([0, 0], "a run takes 2 different cards"),
+    ([4], "--gpus 4: this machine has 4 GPUs"),
+]
+
+
+@pytest.mark.parametrize(("gpus", "message"), BAD_CARDS)
+def test_cards_that_do_not_do_are_refused(gpus, message, cards_of):
+    refused(message, cards_of, specs_of_worlds(2, 2, 2), gpus)
+
+
+UNFINISHED = [
+    ({"time": {"steps": 399}}, "399 of 400 steps were trained"),
+    ({"quality": {"n": 39}}, "39 of 40 questions were answered"),
+    ({"spec": {"hash": "0" * 64}}, "the record is of another run"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), UNFINISHED)
+def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, message):
+    spec = planned()
+    launcher = launch.Launcher(tmp_path, Machine(), {})
     whole = {
         "spec": {"planned_steps": 400, "n_eval": 40},
         "time": {"steps": 400},
@@ -299,38 +351,44 @@ def test_a_run_counts_when_its_record_is_whole(tmp_path, changes, said):
     change_record(folder, **changes)
     assert not launcher.is_finished(spec)
     judged = launch.judge(spec, folder, None, 0, 1.0)
-    assert (judged["status"], judged["error"]["kind"]) == ("error", "IncompleteRun")
-    assert said in judged["error"]["message"]
+    assert judged["status"] == "error"
+    assert judged["error"]["kind"] == "IncompleteRun"
+    assert message in judged["error"]["message"]
 
 
 def test_the_command_at_the_end_is_told_the_counts_and_its_failure_is_said(tmp_path, capfd):
     specs = plan(["A1", "D1-nvfuser"], "smoke", data="synthetic:40", machine=Machine())
     leave(tmp_path, specs[0], "oom")
     command = "echo told $QA_LIB_OOM $QA_LIB_SKIPPED $QA_LIB_OK $QA_LIB_UNFINISHED; exit 3"
-    launcher = launch.Launcher(tmp_path, Machine(), {})
-    assert [entry["status"] for entry in sweep.sweep(specs, launcher, command)] == [
-        "oom",
-        "skipped",
-    ]
-    sweep._finish(
-        "echo $QA_LIB_OK $QA_LIB_UNFINISHED", {"ok": 2, record.STARTING: 1, sweep.NOT_BEGUN: 3}
-    )
+    entries = sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}), command)
+    assert [entry["status"] for entry in entries] == ["oom", "skipped"]
     out, err = capfd.readouterr()
-    assert out.endswith("told 1 1 0 0\n2 4\n") and err.endswith("ended with exit code 3\n")
+    assert out.endswith("told 1 1 0 0\n")
+    assert err.endswith("ended with exit code 3\n")
+
+
+def test_runs_that_have_not_ended_are_unfinished_to_the_command_at_the_end(capfd):
+    counts = {"ok": 2, record.STARTING: 1, sweep.NOT_BEGUN: 3}
+    sweep.run_on_finish("echo $QA_LIB_OK $QA_LIB_UNFINISHED", counts)
+    assert capfd.readouterr().out == "2 4\n"
 
 
 def test_gpus_that_stay_idle_are_named(capsys):
-    for most, gpus in ((3, None), (3, [0]), (1, None)):
-        launch.say_idle(Machine(gpus=most), gpus)
+    launch.say_idle(Machine(gpus=3), None)
     assert re.fullmatch("one of 3 GPUs .*--gpus 0 1 2 uses all\n", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(("gpus", "named"), [(3, [0]), (1, None)])
+def test_gpus_that_were_spoken_of_are_not_called_idle(gpus, named, capsys):
+    launch.say_idle(Machine(gpus=gpus), named)
+    assert capsys.readouterr().out == ""
+
+
 def test_a_rate_of_ones_own_reaches_the_notebook(tmp_path):
-    usual, own = (
-        sweep.notebook_parameters(planned(**more), tmp_path)
-        for more in ({}, {"learning_rate": 1e-3})
-    )
-    assert "learning_rate" not in usual and own == usual | {"learning_rate": 1e-3}
+    usual = sweep.notebook_parameters(planned(), tmp_path)
+    own = sweep.notebook_parameters(planned(learning_rate=1e-3), tmp_path)
+    assert "learning_rate" not in usual
+    assert own == {**usual, "learning_rate": 1e-3}
 
 
 @pytest.mark.parametrize(("deaths", "status"), [(1, "ok"), (2, "killed")])
@@ -338,13 +396,19 @@ def test_a_kernel_that_dies_before_its_run_begins_is_given_one_more_life(
     lab, tmp_path, deaths, status
 ):
     lives = tmp_path / "lives"
-    die = f"lives.open('a').write('1')\nif lives.stat().st_size <= {deaths}:\n    os.kill(os.getpid(), 9)"
-    write_notebook(
-        lab.notebook,
-        before=f"from pathlib import Path\nimport os\nlives = Path({str(lives)!r})\n{die}",
-    )
-    assert lab.run("--variants", "A1")[0] == (status != "ok")
-    assert lab.statuses() == {"A1": status} and lives.read_text() == "11"
+    die = f"""
+from pathlib import Path
+import os
+lives = Path({str(lives)!r})
+lives.open('a').write('1')
+if lives.stat().st_size <= {deaths}:
+    os.kill(os.getpid(), 9)
+"""
+    write_notebook(lab.notebook, before=die)
+    code, _, _ = lab.run("--variants", "A1")
+    assert code == (0 if status == "ok" else 1)
+    assert lab.statuses() == {"A1": status}
+    assert lives.read_text() == "11"
 
 
 def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escapes():
@@ -352,23 +416,29 @@ def test_a_line_of_the_sweep_says_what_became_of_a_checkpoint_and_holds_no_escap
     entry = record.new_record(spec, {}) | {"status": "ok", "error": {"message": "\x1b[2Jodd"}}
     anew = "checkpoint: began anew, since its checkpoint is damaged"
     entry["spec"]["adjusted"] = ["precision: fp32", anew]
-    assert sweep._line(spec, entry) == f"A1 seed 0: ok, {anew}, [2Jodd"
+    assert sweep.outcome_line(spec, entry) == f"A1 seed 0: ok, {anew}, [2Jodd"
 
 
-@pytest.mark.parametrize("fault", ["removed", "spoilt", "no process"])
-def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault):
-    """Of three at a time the second loses its record while it runs, or has no process, for lack of a server."""
+FAULTS = [("removed", "RecordLost"), ("spoilt", "RecordLost"), ("no process", "killed")]
+
+
+@pytest.mark.parametrize(("fault", "kind"), FAULTS)
+def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault, kind):
+    """The second of three at a time loses its record while it runs, or finds no server."""
     monkeypatch.setattr(launch, "side_by_side", lambda specs: len(specs))
     specs = plan(["A1", "A2", "A0"], "test", data="synthetic:80", machine=Machine())
-    lost, gone = tmp_path / specs[1].run_path, []
+    lost = tmp_path / specs[1].run_path
+    planted = []
 
     def look():
-        if not gone and (lost / "steps.jsonl").exists():
-            # Removed at once: the run writes on, and a folder is emptied file by file.
-            move = fault == "removed"
-            gone.append(
-                lost.rename(tmp_path / "moved") if move else (lost / "record.json").write_text("{x")
-            )
+        if planted or not (lost / "steps.jsonl").exists():
+            return
+        planted.append(fault)
+        if fault == "removed":
+            # At once: the run writes on, and a folder is emptied file by file.
+            lost.rename(tmp_path / "moved")
+        else:
+            (lost / "record.json").write_text("{x")
 
     def command(spec, runs):
         if fault == "no process" and tmp_path / spec.run_path == lost:
@@ -377,7 +447,7 @@ def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault)
 
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
-    assert entries[1]["error"]["kind"] == ("killed" if fault == "no process" else "RecordLost")
+    assert entries[1]["error"]["kind"] == kind
 
 
 @pytest.mark.slow
@@ -387,8 +457,10 @@ def test_a_sweep_from_outside_the_checkout_runs_its_notebooks(tmp_path):
 
 
 def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, capsys):
-    """After three minutes one run of three has ended and another is half done: three more are left, and not six. A
-    fourth was finished before."""
+    """After three minutes one run of three has ended and another is half done.
+
+    Three more minutes are left, and not six. A fourth run was finished before.
+    """
     specs = plan(["A1"], "smoke", [0, 1, 2, 3], machine=Machine())
     leave(tmp_path, specs[3], "oom")
 
@@ -404,6 +476,11 @@ def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, c
     monkeypatch.setattr(sweep.time, "monotonic", Mock(side_effect=[0.0, 180.0]))
     sweep.sweep(specs, launch.Launcher(tmp_path, Machine(), {}))
     assert "[2/4] A1 seed 0: ok; about 3 min left" in capsys.readouterr().out
+
+
+def pretend(spec, runs):
+    """The command of a run that writes its files and trains nothing."""
+    return call("tests.small:pretend", spec, runs, 0.0)
 
 
 def bad_record(folder: Path, _) -> None:
@@ -441,19 +518,17 @@ SPOILS = [bad_record, linked_record, linked_log, linked_folder, pipes, pipe_as_l
 
 @pytest.mark.parametrize("spoil", SPOILS)
 def test_a_folder_that_no_run_may_have_costs_that_run_alone(tmp_path, spoil, capsys):
-    """The others run, the sweep says why it did not, and nothing in its folder is other than it was."""
+    """The others run, the sweep says why it did not, and its folder is as it was."""
     specs = plan(["A1", "A2"], "test", data="synthetic:80", machine=Machine())
-    folder, theirs = tmp_path / "runs" / specs[0].run_path, tmp_path / "theirs"
+    folder = tmp_path / "runs" / specs[0].run_path
+    theirs = tmp_path / "theirs"
     folder.mkdir(parents=True)
     theirs.mkdir()
     (theirs / "file").write_text("mine")
     spoil(folder, theirs)
     before = sorted(path.name for path in folder.iterdir())
 
-    def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
-
-    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
+    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=pretend)
     entries = sweep.sweep(specs, launcher)
     assert [entry["status"] for entry in entries] == ["error", "ok"]
     assert entries[0]["error"]["kind"] == "RecordError"
@@ -477,12 +552,10 @@ def test_force_empties_a_folder_and_nothing_that_its_links_lead_to(tmp_path):
     (own / "old").write_text("old")
     (tmp_path / specs[1].run_path).symlink_to(theirs)
 
-    def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
-
-    launcher = launch.Launcher(tmp_path, Machine(), {}, force=True, command=command)
+    launcher = launch.Launcher(tmp_path, Machine(), {}, force=True, command=pretend)
     assert [entry["status"] for entry in launcher.run_all(specs)] == ["ok", "error"]
-    assert not (own / "old").exists() and not (own / "log.txt").is_symlink()
+    assert not (own / "old").exists()
+    assert not (own / "log.txt").is_symlink()
     assert {path.name: path.read_text() for path in theirs.iterdir()} == {"file": "mine"}
 
 
@@ -492,8 +565,9 @@ VERBS = ["run A1 --preset smoke", "sweep --variants A1 --preset smoke", "archive
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_runs_folder_that_leads_nowhere_is_one_line(verb, tmp_path, typed):
     (tmp_path / "loop").symlink_to("loop")
-    said = typed(f"{verb} --runs", tmp_path / "loop", code=2)
-    assert said.startswith("error: ") and said.count("\n") == 1
+    printed = typed(f"{verb} --runs", tmp_path / "loop", code=2)
+    assert printed.startswith("error: ")
+    assert printed.count("\n") == 1
 
 
 def test_runs_may_lie_on_another_disk(tmp_path, typed):
@@ -501,10 +575,7 @@ def test_runs_may_lie_on_another_disk(tmp_path, typed):
     (tmp_path / "runs").symlink_to("disk")
     (spec,) = plan(["A1"], "test", data="synthetic:80", machine=Machine())
 
-    def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
-
-    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
+    launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=pretend)
     assert launcher.run_all([spec])[0]["status"] == "ok"
     assert "1 runs" in typed("archive", spec.group, "--runs", tmp_path / "runs")
     assert (tmp_path / "disk" / f"{spec.group}.jsonl").is_file()

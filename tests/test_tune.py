@@ -1,4 +1,4 @@
-"""Searches: the points they try; how runs share a GPU or take turns on it, and which times they record."""
+"""Searches: the points they try; how runs share a GPU or take turns on it, and their times."""
 
 import dataclasses
 import time
@@ -23,19 +23,25 @@ from tests.tiny import CPU, H200, planned, quiet
 
 @pytest.fixture
 def tried(monkeypatch, tmp_path):
-    """The specs that would have run; the score at the best threshold is best at a rate of 2e-3, and worst with rank 32;
-    at 4e-3 seed 1 fails, and at threshold 0 that rate looks best."""
+    """The specs that would have run, each with the card that it got and whether it shared it.
+
+    The score at the best threshold is best at a rate of 2e-3, and worst with rank 32. At 4e-3 seed
+    1 fails, and at threshold 0 that rate looks best.
+    """
     specs = []
 
     def work(self, spec, run_dir, cards):
         time.sleep(0.05)  # so that each card gets one
         specs.append((spec, *cards, child_env(cards, self._shares(cards)).get(SHARE)))
-        rate, entry = spec.preset.learning_rate, record.new_record(spec, {})
+        rate = spec.preset.learning_rate
+        entry = record.new_record(spec, {})
         if (rate, spec.seed) == (4e-3, 1):
             return record.finish(run_dir, entry, "error", {"message": "loss is nan at step 12"})
         score = 90 - 1e4 * abs(rate - 2e-3) - spec.recipe.rank
-        answers, text = {"f1": 1e4 * rate, "best_f1": score}, {"word_perplexity": 110 - score}
-        entry["quality"] |= text if spec.preset.task == "lm" else answers
+        if spec.preset.task == "lm":
+            entry["quality"]["word_perplexity"] = 110 - score
+        else:
+            entry["quality"] |= {"f1": 1e4 * rate, "best_f1": score}
         return record.finish(run_dir, entry, "ok")
 
     monkeypatch.setattr(launch.Launcher, "_work", work)
@@ -44,18 +50,44 @@ def tried(monkeypatch, tmp_path):
     return specs
 
 
-def test_every_point_is_a_run_of_its_own_in_a_group_of_tries():
-    spec = planned("B1-all")
-    recipes = ("lora-all-r8", 8), ("lora-qv-r32", 32)
-    points = tune.points([spec], [1e-3, 2e-3], [name for name, _ in recipes])
-    assert len({point.hash for point in points} | {spec.hash}) == 5
-    found = [(p.group, p.preset.learning_rate, p.asked.trainable, p.recipe.rank) for p in points]
-    assert found == [("cpu-tune", rate, *recipe) for rate in (1e-3, 2e-3) for recipe in recipes]
-    assert {p.recipe.lr_factor for p in points} == {1.0} and spec.recipe.lr_factor > 1, (
-        "at the rate that was asked for"
-    )
-    assert [p.asked.trainable for p in tune.points([spec], [], [])] == ["lora-all"]
-    refused("lora-any-r8", tune.points, [spec], [], ["lora-any-r8"])
+@pytest.fixture(scope="module")
+def lora():
+    return planned("B1-all")
+
+
+@pytest.fixture(scope="module")
+def points(lora):
+    return tune.points([lora], [1e-3, 2e-3], ["lora-all-r8", "lora-qv-r32"])
+
+
+def test_points_are_all_pairs_of_rates_and_recipes(points):
+    pairs = [(point.preset.learning_rate, point.asked.trainable) for point in points]
+    assert pairs == [
+        (1e-3, "lora-all-r8"),
+        (1e-3, "lora-qv-r32"),
+        (2e-3, "lora-all-r8"),
+        (2e-3, "lora-qv-r32"),
+    ]
+    assert [point.recipe.rank for point in points] == [8, 32, 8, 32]
+
+
+def test_every_point_is_a_run_of_its_own_in_a_group_of_tries(lora, points):
+    assert len({lora.hash, *(point.hash for point in points)}) == 5
+    assert {point.group for point in points} == {"cpu-tune"}
+
+
+def test_a_point_trains_at_the_rate_that_was_asked_for(lora, points):
+    assert lora.recipe.lr_factor > 1
+    assert {point.recipe.lr_factor for point in points} == {1.0}
+
+
+def test_without_rates_and_recipes_the_specs_own_stand(lora):
+    (point,) = tune.points([lora], [], [])
+    assert point.asked.trainable == "lora-all"
+
+
+def test_a_recipe_that_does_not_exist_is_refused(lora):
+    refused("lora-any-r8", tune.points, [lora], [], ["lora-any-r8"])
 
 
 def test_the_best_point_is_named(tried, typed):
@@ -71,7 +103,8 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     words = "--preset smoke --trainable lora-all-r8 --learning-rate 4e-3 1e-3 --seeds 0 1"
     assert main(f"tune B1-all {words}".split()) == 1
     out = capsys.readouterr().out
-    assert "loss is nan at step 12" in out and len(tried) == 4
+    assert "loss is nan at step 12" in out
+    assert len(tried) == 4
     assert (
         out.splitlines()[-1]
         == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
@@ -80,53 +113,68 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
 
 def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
     out = typed("tune L1 L-lora --preset lm-smoke --learning-rate 1e-3 2e-3 3e-3").splitlines()
-    best = [("L1", "all", 28), ("L-lora", "lora-all", 52)]  # whose recipe has no rate here
     assert out[-2:] == [
-        f"{row}, best: {recipe}, learning rate 0.002, perplexity {least}.00"
-        for row, recipe, least in best
+        "L1, best: all, learning rate 0.002, perplexity 28.00",
+        "L-lora, best: lora-all, learning rate 0.002, perplexity 52.00",  # without its factor
     ]
     assert {spec.group for spec, *_ in tried} == {"cpu-tune-lm"}
 
 
-def test_a_card_that_is_named_twice_is_shared(tried, typed, monkeypatch):
-    for cards, rates, found in (
-        ("0 0", "1e-3 2e-3", {(0, "1")}),
-        ("0 0 1", "3e-3 5e-3 6e-3", {(0, "1"), (1, None)}),
-    ):
-        monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
-        typed(f"tune A1 --preset smoke --learning-rate {rates} --seeds 0 2 --gpus {cards}")
-        assert {(gpu, shared) for _, gpu, shared in tried} == found, (
-            "one run at a time on the second card"
-        )
-        tried.clear()
+@pytest.mark.parametrize(("cards", "used"), [("0 0", {(0, "1")}), ("0 0 1", {(0, "1"), (1, None)})])
+def test_a_card_that_is_named_twice_is_shared(cards, used, tried, typed, monkeypatch):
+    """One that is named once has one run at a time."""
+    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
+    rates = "--learning-rate 3e-3 5e-3 6e-3"
+    typed(f"tune A1 --preset smoke {rates} --seeds 0 2 --gpus {cards}")
+    assert {(gpu, shared) for _, gpu, shared in tried} == used
 
 
-def test_bad_searches_are_refused_by_name(tried, typed):
-    assert "--gpus 5: this machine has" in typed("tune A1 --preset smoke --gpus 5", code=2)
-    assert "no quality" in typed("tune A1 --preset bench --data synthetic:80 --model tiny", code=2)
+BAD_SEARCHES = [
+    ("--preset smoke --gpus 5", "--gpus 5: this machine has"),
+    ("--preset bench --data synthetic:80 --model tiny", "no quality"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), BAD_SEARCHES)
+def test_bad_searches_are_refused_by_name(words, message, tried, typed):
+    assert message in typed(f"tune A1 {words}", code=2)
     assert not tried
 
 
-def test_runs_on_one_gpu_take_turns(monkeypatch, tmp_path):
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU that there is not, whose lock is this test's own."""
     monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: types.SimpleNamespace(uuid="GPU-1")
     )
-    gpu, waits = types.SimpleNamespace(type="cuda"), Mock()
+    return types.SimpleNamespace(type="cuda")
 
-    def waited(device=gpu):
-        with hardware.gpu_lock(device, waits=waits) as seconds:
-            return seconds
 
-    with hardware.gpu_lock(gpu, shared=True) as _, hardware.gpu_lock(gpu, shared=True) as seconds:
-        assert seconds < 0.1, "those that are not timed do not wait for each other"
+def seconds_waited(device, waits):
+    with hardware.gpu_lock(device, waits=waits) as seconds:
+        return seconds
+
+
+def test_runs_that_are_not_timed_do_not_wait_for_each_other(gpu):
+    with hardware.gpu_lock(gpu, shared=True), hardware.gpu_lock(gpu, shared=True) as seconds:
+        assert seconds < 0.1
+
+
+def test_timed_runs_on_one_gpu_take_turns(gpu):
+    waits = Mock()
     with ThreadPoolExecutor(1) as pool:
         with hardware.gpu_lock(gpu, waits=waits) as seconds:
-            second = pool.submit(waited)
+            assert seconds < 0.1
+            second = pool.submit(seconds_waited, gpu, waits)
             time.sleep(0.5)
-            assert seconds < 0.1 and not second.done()
-        assert second.result() >= 0.4 and waits.call_count == 1
-    assert waited(torch.device("cpu")) == 0.0
+            assert not second.done()
+        assert second.result() >= 0.4
+    assert waits.call_count == 1
+
+
+def test_runs_on_a_cpu_do_not_wait(gpu):
+    assert seconds_waited(torch.device("cpu"), Mock()) == 0.0
 
 
 def test_data_that_were_loaded_before_count_as_time_of_the_run(tmp_path):

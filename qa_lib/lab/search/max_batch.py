@@ -1,4 +1,7 @@
-"""The largest micro-batch of a variant under a cap on GPU memory, found by trials; each is a run of its own."""
+"""The largest micro-batch of a variant under a cap on GPU memory, found by trials.
+
+Each trial is a run of its own.
+"""
 
 import argparse
 import dataclasses
@@ -14,37 +17,11 @@ from qa_lib.spec.spec import Machine, Spec
 from qa_lib.spec.variants import AMPERE
 
 STEP = 8  # samples: sizes are multiples of this
-CLOSE = 0.06  # the search ends when the next size up is at most this much larger
-ROOM = 0.8  # of the largest size: close to the limit the allocator frees and asks again, and a smaller one is quicker
-
-
-def largest(fits: Callable[[int], bool], most: int = 4096) -> int:
-    """The largest multiple of STEP, at most `most`, for which `fits` holds, to within CLOSE; 0 if none does.
-
-    Bisects on a logarithmic scale. `fits` must hold for every size below one for which it holds.
-    """
-    good, bad = 0, most + STEP
-    while bad - good > max(STEP, CLOSE * good):
-        size = int(math.sqrt(max(1, good) * bad)) // STEP * STEP
-        size = min(max(size, good + STEP), bad - STEP)
-        if fits(size):
-            good = size
-        else:
-            bad = size
-    return good
-
-
-def first_trial(variant: str, args: argparse.Namespace, machine: Machine) -> Spec:
-    """The spec of the least micro-batch, as a GPU of --compute-capability (at most this one's) would run it."""
-    older = dataclasses.replace(machine, sm=min(args.compute_capability, machine.sm))
-    name = f"max-batch-{args.limit_gib:g}gib-sm{older.sm}"
-    (spec,) = plan([variant], "sizing", [0], args.data, args.model, STEP, older)
-    if args.compute_capability < AMPERE:
-        spec.adjusted.append(
-            f"attention kernels: those of compute capability {args.compute_capability / 10:g}"
-        )
-    preset = dataclasses.replace(spec.preset, name=name, limit_gib=args.limit_gib)
-    return dataclasses.replace(spec, preset=preset, search="max-batch", sm=older.sm)
+MOST = 4096  # samples: no larger size is tried
+CLOSE = 0.06  # the search ends when the next size up is larger by at most this share
+# Share of the largest size that is tried for speed: close to the limit the allocator frees and asks
+# again, and a smaller size is quicker.
+ROOMY = 0.8
 
 
 def main(args: argparse.Namespace) -> int:
@@ -53,38 +30,103 @@ def main(args: argparse.Namespace) -> int:
     machine, env = probe()
     if not machine.gpus:
         raise UserError(
-            "max-batch needs a GPU, and there is none here; `python -m qa_lib memory` predicts without"
+            "max-batch needs a GPU, and there is none here; `python -m qa_lib memory` predicts "
+            "without"
         )
     launcher = Launcher(args.runs, machine, env)
     for variant in variants:
-        print(f"{variant}: {search(first_trial(variant, args, machine), launcher)}", flush=True)
+        first = first_trial(
+            variant=variant,
+            data=args.data,
+            model=args.model,
+            limit_gib=args.limit_gib,
+            capability=args.compute_capability,
+            machine=machine,
+        )
+        print(f"{variant}: {search(first, launcher)}", flush=True)
     return 0
 
 
+def first_trial(
+    variant: str,
+    data: str | None,
+    model: str | None,
+    limit_gib: float,
+    capability: int,
+    machine: Machine,
+) -> Spec:
+    """Return the spec of the smallest micro-batch on a GPU of at most `limit_gib` GiB.
+
+    The run takes the kernels of compute capability `capability` / 10, or of this machine's where
+    that is older.
+    """
+    older = dataclasses.replace(machine, sm=min(capability, machine.sm))
+    (spec,) = plan([variant], "sizing", [0], data, model, micro_batch=STEP, machine=older)
+    if capability < AMPERE:
+        spec.adjusted.append(f"attention kernels: those of compute capability {capability / 10:g}")
+    name = f"max-batch-{limit_gib:g}gib-sm{older.sm}"
+    preset = dataclasses.replace(spec.preset, name=name, limit_gib=limit_gib)
+    return dataclasses.replace(spec, preset=preset, search="max-batch", sm=older.sm)
+
+
 def search(first: Spec, launcher: Launcher) -> str:
-    """Run trials until the largest micro-batch is known, and say it. Raises UserError for a trial that failed."""
+    """Run trials until the largest micro-batch is known, and return a sentence that says it.
+
+    Raises UserError for a trial that failed otherwise than by running out of memory.
+    """
     if first.skip:
         launcher.run_all([first])  # for the record
         return f"skipped, {first.skip}"
-    speeds = []
+    speeds = []  # samples/s of the trials that fitted
 
     def fits(size: int) -> bool:
-        asked, settings = (
-            dataclasses.replace(each, micro_batch=size) for each in (first.asked, first.settings)
-        )
-        spec = dataclasses.replace(first, asked=asked, settings=settings)
+        spec = _at_size(first, size)
         (entry,) = launcher.run_all([spec])
         with_result(entry)
-        result = "out of memory"
-        if entry["status"] == "ok":
-            speeds.append(entry["speed"]["samples_per_s"])
-            result = f"{speeds[-1]:.0f} samples/s, {entry['memory']['peak_reserved_mib']:.0f} MiB reserved"
+        has_fitted = entry["status"] == "ok"
+        if has_fitted:
+            speed = entry["speed"]["samples_per_s"]
+            reserved = entry["memory"]["peak_reserved_mib"]
+            speeds.append(speed)
+            result = f"{speed:.0f} samples/s, {reserved:.0f} MiB reserved"
+        else:
+            result = "out of memory"
         print(f"  {spec.variant} micro-batch {size}: {result}", flush=True)
-        return entry["status"] == "ok"
+        return has_fitted
 
     best = largest(fits)
     if best > STEP:
-        fits(max(STEP, int(ROOM * best) // STEP * STEP))
+        fits(max(STEP, _multiple(ROOMY * best)))
     if not best:
         return f"does not fit into {first.preset.limit_gib:g} GiB"
     return f"largest micro-batch {best}, best {max(speeds):.0f} samples/s"
+
+
+def _at_size(spec: Spec, size: int) -> Spec:
+    """Return a trial at another micro-batch."""
+    asked = dataclasses.replace(spec.asked, micro_batch=size)
+    settings = dataclasses.replace(spec.settings, micro_batch=size)
+    return dataclasses.replace(spec, asked=asked, settings=settings)
+
+
+def largest(fits: Callable[[int], bool], most: int = MOST) -> int:
+    """Return the largest multiple of STEP, up to `most`, for which `fits` holds; 0 if none does.
+
+    It is exact to within CLOSE, by bisection on a logarithmic scale. `fits` must hold for every
+    size below one for which it holds.
+    """
+    good = 0
+    bad = most + STEP
+    while bad - good > max(STEP, CLOSE * good):
+        middle = _multiple(int(math.sqrt(max(1, good) * bad)))
+        size = min(max(middle, good + STEP), bad - STEP)
+        if fits(size):
+            good = size
+        else:
+            bad = size
+    return good
+
+
+def _multiple(size: float) -> int:
+    """Return the largest multiple of STEP that is at most `size`."""
+    return int(size) // STEP * STEP
