@@ -26,7 +26,8 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.lab.app import serving
 from qa_lib.lab.app.choices import named, offered
-from qa_lib.lab.app.page import MAX_CONTEXT, Choices, answer, app, dashboard, decided, running
+from qa_lib.lab.app.page import MAX_CONTEXT, answer, app, dashboard, decided, running
+from qa_lib.lab.app.choices import Choices
 from qa_lib.lab.launch.warm import SERVER
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.records.record import new_record

@@ -20,7 +20,7 @@ from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
 from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
-from qa_lib.records.record import SCORING, RunTaken, lock, read_record
+from qa_lib.records.record import SCORING, RunTaken, lock, read_document, read_record
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.fit import fit
 from qa_lib.score.predict import answering_device, load_qa_model

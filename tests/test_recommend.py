@@ -203,16 +203,16 @@ def test_what_a_choice_needs_of_a_card_is_predicted():
 
 
 def test_free_memory_is_what_nvml_says_of_the_first_card(monkeypatch):
-    ask = Mock(return_value=Mock(total=16 * 2**30, used=2**30, free=15 * 2**30))
-    monkeypatch.setattr(hardware, "ask_nvml", ask)
+    free_bytes = Mock(return_value=15 * 2**30)
+    monkeypatch.setattr(hardware.nvml, "free_bytes", free_bytes)
     assert hardware._free_mib() == 15 * 1024
-    ask.assert_called_with(torch.device("cuda", 0), "nvmlDeviceGetMemoryInfo")
+    free_bytes.assert_called_with(torch.device("cuda", 0))
 
 
 def test_without_nvml_all_memory_counts_as_free(monkeypatch):
     properties = Mock(return_value=Mock(total_memory=16 * 2**30))
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
-    monkeypatch.setattr(hardware, "ask_nvml", lambda *_: None)
+    monkeypatch.setattr(hardware.nvml, "free_bytes", lambda *_: None)
     assert hardware._free_mib() == 16 * 1024
 
 

@@ -74,7 +74,8 @@ def named(models: list[str | Path]) -> list[Choice]:
     """
     found = []
     for i, model in enumerate(models, 1):
-        from qa_lib.score.predict import find_folder, load_qa_model  # and torch
+        from qa_lib.model.hf_checkpoint import find_folder  # and torch
+        from qa_lib.score.predict import load_qa_model  # and torch
 
         folder, path = find_folder(model), Path(model).resolve()
         load_qa_model(folder)
