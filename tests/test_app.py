@@ -32,7 +32,7 @@ from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.records.record import new_record
 from qa_lib.run.plan import plan
 from qa_lib.score import predict
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests import hostile
 from tests.conftest import slow
 from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for, write

@@ -13,7 +13,7 @@ from qa_lib.model import architectures
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
 from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
 from qa_lib.model.packed import Packed
-from qa_lib.spec.variants import RECIPES
+from qa_lib.spec.recipes import RECIPES
 from tests.conftest import slow
 from tests.tiny import checkpoint, having, losses_of, planned, resized, trained, without_dropout
 

@@ -12,7 +12,7 @@ from qa_lib.lab.launch.local import Launcher
 from qa_lib.records import record
 from qa_lib.records.archive import STEP_COLUMNS, read_runs
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import leave, refused, write
 
 GROUP = "cpu-smoke"

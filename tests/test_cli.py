@@ -22,7 +22,7 @@ from qa_lib.records.record import new_record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
 from qa_lib.spec import variants
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.conftest import slow
 from tests.material import ROOT, python, refused, table
 

@@ -31,8 +31,9 @@ from qa_lib.records import record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import evaluate
-from qa_lib.spec.presets import PRESETS, find_shape
-from qa_lib.spec.spec import resolve
+from qa_lib.spec.presets import PRESETS
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.variants import VARIANTS, find_family
 from qa_lib.train.compile import LossOf
 from tests.material import SQUAD, edited, refused

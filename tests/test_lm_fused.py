@@ -12,7 +12,9 @@ from qa_lib.model import fused_blocks as blocks
 from qa_lib.model.build import apply_recipe, build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.spec.variants import VARIANTS, Settings, find_recipe
+from qa_lib.spec.recipes import find_recipe
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from tests.kernels import DEVICE, relative, with_gradients

@@ -7,7 +7,7 @@ from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib.data.load import load_data
 from qa_lib.model.build import apply_recipe, build_model
-from qa_lib.spec.variants import RECIPES
+from qa_lib.spec.recipes import RECIPES
 from tests.tiny import planned, trained
 
 

@@ -17,7 +17,8 @@ from qa_lib.model.build import build_model, save_model
 from qa_lib.model.packed import Packed
 from qa_lib.run.plan import plan
 from qa_lib.score.predict import ask
-from qa_lib.spec.variants import LACKS, VARIANTS, lacking
+from qa_lib.spec.rules import lacking
+from qa_lib.spec.variants import LACKS, VARIANTS
 from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained

@@ -20,7 +20,7 @@ from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
 from qa_lib.records.record import QUANTIZED_SCHEMA, SCORING, RunTaken, document, lock, read_record
 from qa_lib.run.fit import fit
 from qa_lib.score.predict import answering_device, load_qa_model
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import change_record, edited, refused, squad_folder
 from tests.tiny import planned, quiet
 

@@ -25,8 +25,11 @@ from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, resolve
-from qa_lib.spec.variants import TASKS, VARIANTS, find_recipe
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.recipes import find_recipe
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.step_log import StepFailed
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
@@ -123,7 +126,7 @@ def test_a_checkout_without_records_takes_the_largest_that_fits(tmp_path, monkey
 
 def test_what_recommended_may_take_is_in_the_order_of_the_records():
     """From quickest to slowest, each with the baseline's score; and what is there of a language model's."""
-    runs, names = committed(), TASKS["qa"]["on_gpu"]
+    runs, names = committed(), TASKS["qa"].on_gpu
     own = load.usual(load.select(runs, load.REFERENCE))
     speeds = own[own["micro_batch"] == 32].groupby("spec.variant")["speed.samples_per_s"].mean()
     assert speeds[names].is_monotonic_decreasing
@@ -134,14 +137,14 @@ def test_what_recommended_may_take_is_in_the_order_of_the_records():
     )
     assert (tested["best_delta"] >= -MARGIN).all()
     text = (
-        load.select(runs, TASKS["lm"]["reference"])
+        load.select(runs, TASKS["lm"].reference)
         .groupby("spec.variant")["speed.samples_per_s"]
         .mean()
     )
-    on_any, on_old = TASKS["lm"]["on_gpu"][:3], TASKS["lm"]["on_gpu"][3:]
+    on_any, on_old = TASKS["lm"].on_gpu[:3], TASKS["lm"].on_gpu[3:]
     assert text[on_any].is_monotonic_decreasing and text[on_old].is_monotonic_decreasing
     for name, task in TASKS.items():
-        for variant in {*task["on_gpu"], *task["on_cpu"]}:
+        for variant in {*task.on_gpu, *task.on_cpu}:
             assert (
                 VARIANTS[variant].task == name
                 and find_recipe(VARIANTS[variant].settings.trainable).kind == "all"
@@ -202,7 +205,7 @@ def test_what_a_card_could_not_do_is_passed_over(tmp_path):
             fails(
                 choosing.choose(unchosen(H100), H100, tmp_path), tmp_path, "error", "RuntimeError"
             )
-    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"]["on_gpu"]) + 1, (
+    assert len(choosing._failed(unchosen(H100), tmp_path)) == len(TASKS["qa"].on_gpu) + 1, (
         "two sizes of the first"
     )
 

@@ -28,8 +28,10 @@ from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropou
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.run import fit
-from qa_lib.spec.spec import adjust, missing
-from qa_lib.spec.variants import CONFLICTS, VARIANTS, Settings, _matches, choices, find_recipe
+from qa_lib.spec.recipes import find_recipe
+from qa_lib.spec.rules import adjust, missing
+from qa_lib.spec.settings import Settings, choices
+from qa_lib.spec.variants import CONFLICTS, VARIANTS, _matches
 from qa_lib.train import loop, optim, trainer
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.train.parallel import data_parallel, overlap, pipeline, tensor, zero1

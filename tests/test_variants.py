@@ -14,9 +14,13 @@ from qa_lib.lab.report.readme import headline_table
 from qa_lib.records.archive import read_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import variants
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS, Preset
-from qa_lib.spec.spec import Machine, Spec, missing
-from qa_lib.spec.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
+from qa_lib.spec.recipes import RECIPES
+from qa_lib.spec.rules import missing
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.variants import FAMILIES, VARIANTS, Variant
 from tests.material import refused, table
 from tests.test_report import make
 from tests.tiny import CPU, H200, planned

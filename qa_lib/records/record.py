@@ -35,8 +35,9 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, TypeAdapter, Val
 
 from qa_lib.errors import SpecError, UserError, one_line
 from qa_lib.spec.presets import Preset, whole_number
+from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec, group_name
-from qa_lib.spec.variants import TASKS, Settings
+from qa_lib.spec.tasks import TASKS
 
 SCHEMA, PROFILE_SCHEMA, QUANTIZED_SCHEMA = "qa_lib/3", "qa_lib-profile/3", "qa_lib-quantized/3"
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
@@ -109,7 +110,7 @@ SETTING_TYPES = {
     for name, hint in get_type_hints(Settings).items()
 }
 SCORING = {
-    name: {"name": name} | task["scoring"] for name, task in TASKS.items()
+    name: {"name": name} | dataclasses.asdict(task.scoring) for name, task in TASKS.items()
 }  # as in a record's `task`
 
 

@@ -2,7 +2,7 @@
 
 This is what the loop is measured against: what most people would run, with its own order of the data, its own
 optimizer (fused AdamW) and its own schedule. Its variants take what the Trainer offers and no more; what it has not,
-packed sequences or a CUDA graph, is refused by variants.CONFLICTS. It does not resume.
+packed sequences or a CUDA graph, is refused by qa_lib/spec/rules.py. It does not resume.
 
 Under torchrun it takes DistributedDataParallel by itself (variant P0). Given a DeepSpeed configuration, it leaves the
 step to DeepSpeed's engine (variant P0-deepspeed). Slides that this lab began with took that for a pipeline, but it is

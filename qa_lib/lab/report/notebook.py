@@ -22,8 +22,10 @@ from qa_lib.lab.report.format import markdown, number, say
 from qa_lib.lab.report.summary import change, result_table, summary
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
 from qa_lib.records.record import RecordError, read_record, regular
+from qa_lib.spec.rules import since
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import BASELINES, TASKS, VARIANTS, find_family, since
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import BASELINES, VARIANTS, find_family
 
 SHOWN, NONE = 5, "(no answer)"  # questions, and what stands for no answer
 
@@ -137,7 +139,7 @@ def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str
             lines, [*columns, "samples/s", "× {base}", "peak MiB", *more, "status", "note"]
         )
     table = result_table(lines, [*columns, "status", "note"])
-    reference = TASKS[lines["task.name"].iloc[0]]["reference"]
+    reference = TASKS[lines["task.name"].iloc[0]].reference
     if reference in set(runs["group"]):
         there = load.select(runs, reference)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])

@@ -10,8 +10,8 @@ from qa_lib.lab.cli import variants_of
 from qa_lib.lab.launch.local import Launcher, probe
 from qa_lib.records.record import with_result
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, Spec
-from qa_lib.spec.variants import AMPERE
+from qa_lib.spec.machine import AMPERE, Machine
+from qa_lib.spec.spec import Spec
 
 STEP = 8  # samples: sizes are multiples of this
 CLOSE = 0.06  # the search ends when the next size up is at most this much larger

@@ -31,9 +31,12 @@ from qa_lib.model.architectures import (
     trains,
 )
 from qa_lib.model.build import HEADS, apply_recipe, model_config
-from qa_lib.spec.presets import Preset, find_shape
-from qa_lib.spec.spec import Machine, Spec, adjust
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.presets import Preset
+from qa_lib.spec.rules import adjust
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.shapes import find_shape
+from qa_lib.spec.spec import Spec
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more

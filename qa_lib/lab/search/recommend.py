@@ -1,7 +1,7 @@
 """What a plan leaves to the machine: the variant that `recommended` stands for, and the micro-batch of one's own
 trainings (presets.QUICKEST).
 
-`choose` takes the first of its task's variants `on_gpu` or `on_cpu` (tasks.toml), quickest first, that has its kernels
+`choose` takes the first of its task's variants `on_gpu` or `on_cpu` (spec/tasks.py), quickest first, that has its kernels
 on this GPU and whose predicted memory fits into what is free, at the micro-batch that is quickest by the committed
 records. `with_quickest_size` gives all variants of a plan one micro-batch, so that they are compared: the quickest by
 the same records at which the same prediction fits into the card's whole memory. What is free now would give a run
@@ -26,9 +26,13 @@ from qa_lib.lab.search.memory_estimate import SquadLengths, config_of, estimate,
 from qa_lib.paths import ROOT
 from qa_lib.records import record
 from qa_lib.records.archive import read_runs
+from qa_lib.spec.machine import CONTEXT_GIB, Machine
 from qa_lib.spec.presets import QUICKEST
-from qa_lib.spec.spec import CONTEXT_GIB, Machine, Spec, resolve
-from qa_lib.spec.variants import TASKS, Settings, lacking
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.rules import lacking
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.tasks import TASKS
 
 COMMITTED = ROOT / "runs"  # records; of an installed package those of the reference groups
 ROOM = 0.9  # of the memory that a run may take: the estimate is within a tenth of what was measured
@@ -250,7 +254,7 @@ def _failed(spec: Spec, runs: str | Path) -> list[dict]:
 def _committed(task: str) -> dict[str, list[dict]]:
     """The committed records of a task's reference group, by variant."""
     found = {}
-    for run in read_runs(COMMITTED, TASKS[task]["reference"], left_out=lambda *_: None):
+    for run in read_runs(COMMITTED, TASKS[task].reference, left_out=lambda *_: None):
         found.setdefault(run.record["spec"]["variant"], []).append(run.record)
     return found
 
@@ -259,7 +263,7 @@ def _options(spec: Spec, machine: Machine, runs: str | Path) -> list[Spec]:
     """Each of those variants at every micro-batch that is open, the one to prefer first."""
     task, committed = TASKS[spec.preset.task], _committed(spec.preset.task)
     found = []
-    for name in task["on_gpu" if machine.gpus else "on_cpu"]:
+    for name in task.on_gpu if machine.gpus else task.on_cpu:
         named = dataclasses.replace(spec, variant=name, skip=None)
         sizes = _sizes(spec, committed.get(name, []))
         if "micro_batch" in spec.chosen and _sizes_are_kept(spec):

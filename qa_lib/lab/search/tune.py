@@ -17,7 +17,7 @@ from qa_lib.lab.launch.local import Launcher, probe, say_idle
 from qa_lib.records.record import FINISHED, SCORING
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import TASKS
+from qa_lib.spec.tasks import TASKS
 
 
 def points(specs: list[Spec], rates: list[float], trainables: list[str]) -> list[Spec]:
@@ -68,7 +68,7 @@ def main(args: argparse.Namespace) -> int:
     preset = specs[0].preset
     if not preset.quality:
         raise UserError(f"preset {args.preset!r} measures no quality, by which points are compared")
-    metric, label = TASKS[preset.task]["tuned_by"], TASKS[preset.task]["tuned_label"]
+    metric, label = TASKS[preset.task].tuned_by, TASKS[preset.task].tuned_label
 
     def report(point: Spec, entry: dict) -> None:
         result = f"{entry['status']}, {entry['error']['message']}"
