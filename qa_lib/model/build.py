@@ -33,7 +33,7 @@ from qa_lib.packages import adapters_fault
 from qa_lib.spec.recipes import Recipe
 from qa_lib.spec.rules import lacking, task_conflicts
 from qa_lib.spec.settings import Settings
-from qa_lib.spec.shapes import HEAD_WIDTH, find_shape
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
 ALIGN = 64  # the size of a vocabulary is rounded up to a multiple of this
@@ -131,7 +131,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
         vocab_size=words,
         n_layer=shape.layers,
         n_embd=shape.hidden,
-        n_head=shape.hidden // HEAD_WIDTH,
+        n_head=shape.heads,
         n_positions=shape.positions,
         bos_token_id=0,
         eos_token_id=0,
@@ -209,8 +209,10 @@ def _add_adapters(model: torch.nn.Module, recipe: Recipe) -> None:
             f"adapters need a package that is not installed: pip install {missing.name}"
         ) from None
 
-    names = encoder_of(model).adapters
-    targets = {name for target in recipe.targets for name in names.get(target, target).split()}
+    own_names = encoder_of(model).adapters
+    targets = set()
+    for target in recipe.targets:
+        targets.update(own_names.get(target, (target,)))
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=2 * recipe.rank,

@@ -29,7 +29,7 @@ from qa_lib.spec.presets import (
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.rules import lacking, unshared
 from qa_lib.spec.settings import Settings
-from qa_lib.spec.shapes import HEAD_WIDTH, find_shape
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec, sha256_of_json
 from qa_lib.spec.variants import find_variant
 
@@ -318,7 +318,7 @@ def _inspect_model(source: str) -> tuple[dict, dict]:
             {"model_type": "bert", **TINY_CONFIG},
         )
     elif shape := find_shape(source):
-        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD_WIDTH
+        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.heads
         config = {
             "model_type": "gpt2",
             "num_hidden_layers": shape.layers,

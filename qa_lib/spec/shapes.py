@@ -28,6 +28,10 @@ class Shape:
     positions: int = 1024
 
     @property
+    def heads(self) -> int:
+        return self.hidden // HEAD_WIDTH
+
+    @property
     def is_possible(self) -> bool:
         """Whether there can be such a model."""
         has_parts = self.layers > 0 and self.hidden > 0 and self.positions > 0

@@ -14,7 +14,8 @@ from qa_lib.records.archive import Run, read_runs, say_left_out
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import BASELINES, VARIANTS
 
-REFERENCE = TASKS["qa"].reference  # the group that README.md and the advice for a card speak of, where it is there
+# The group that README.md and the advice for a card speak of, where it is there.
+REFERENCE = TASKS["qa"].reference
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH, MICRO_BATCH = "spec.preset.max_length", "spec.settings.micro_batch"
 EPOCHS, RATE = "spec.preset.epochs", "spec.preset.learning_rate"
