@@ -14,30 +14,13 @@ from qa_lib.spec.machine import Machine
 from qa_lib.spec.settings import Settings, choices
 from qa_lib.spec.variants import VARIANTS
 from tests.material import refused
+from tests.pairs import unchecked
 from tests.tiny import CPU, H200
 
-FIELDS = {field.name: field.default for field in dataclasses.fields(Settings)}
+FIELDS = {field.name for field in dataclasses.fields(Settings)}
 TRAINABLE = ("all", "lora-qv", "bitfit", "freeze-bottom-10")
 VALUES = choices() | {"trainable": TRAINABLE, "micro_batch": (8,)}
 RULES = ast.parse(Path(rules.__file__).read_text(encoding="utf-8"))
-
-
-def unchecked(**values) -> Settings:
-    """Return settings as they are, whether they go together or not."""
-    settings = object.__new__(Settings)
-    for name, default in FIELDS.items():
-        object.__setattr__(settings, name, values.get(name, default))
-    return settings
-
-
-def clash(one: tuple, other: tuple) -> bool:
-    """Return whether a rule says of two (name, value) that they do not go together."""
-    named = {f"{name} {value!r}" for name, value in (one, other)}
-    for sentence in rules.conflicts(unchecked(**dict([one, other]))):
-        culprits, _, _ = sentence.partition(" do not go together: ")
-        if set(culprits.split(" and ")) == named:
-            return True
-    return False
 
 
 def constants_of(node: ast.AST) -> set:
@@ -102,7 +85,7 @@ def test_every_setting_that_a_refusal_names_exists():
     assert len(calls) > 60
     for call in calls:
         named = {part.value for part in call.args[1:3] if isinstance(part, ast.Constant)}
-        assert named <= FIELDS.keys(), f"line {call.lineno}"
+        assert named <= FIELDS, f"line {call.lineno}"
 
 
 @pytest.mark.parametrize("takes", [rules.PLAIN_TAKES, rules.FUSED_DECODER_TAKES])
