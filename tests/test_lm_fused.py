@@ -9,11 +9,9 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Be
 
 from qa_lib.kernels import linear_cross_entropy as lce
 from qa_lib.model import fused_blocks as blocks
-from qa_lib.model.build import apply_recipe, build_model
+from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.spec.recipes import find_recipe
-from qa_lib.spec.settings import Settings
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
@@ -95,16 +93,17 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_what_calls_layers_one_by_one_or_adapts_those_that_are_fused_is_refused():
-    refused("take attention 'sdpa", blocks.check_fused_decoder, Settings(attention="eager"))
-    refused(
-        "take parallel 'none",
-        blocks.check_fused_decoder,
-        Settings(attention="sdpa", parallel="fsdp2"),
-    )
-    model = decoder()
-    blocks.use_sigmoid_gelu(model)
-    refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"attention": "eager"}, "norms 'fused' of a decoder take attention 'sdpa' or"),
+        ({"parallel": "zero1-overlap"}, "norms 'fused' of a decoder take parallel 'none', "),
+        ({"trainable": "lora-all"}, "adapters of a decoder take norms 'native' and gelu 'exact'"),
+    ],
+)
+def test_what_calls_or_adapts_layers_one_by_one_is_refused_with_fused_ones(change, why):
+    spec = planned("L-norm", "lm-smoke", settings={"precision": "bf16"} | change)
+    refused(f"L-norm does not fit gpt2: {why}", build_model, spec)
 
 
 @pytest.mark.triton
