@@ -181,6 +181,11 @@ def test_what_questions_alone_do_not_go_with_is_for_language_models(change, why)
     assert list(rules.task_conflicts(Settings(**change), "lm")) == []
 
 
+def test_every_variant_goes_with_its_task():
+    for name, variant in VARIANTS.items():
+        assert list(rules.task_conflicts(variant.settings, variant.task)) == [], name
+
+
 FUSED_DECODER = {"norms": "fused", "dropout": "hash", "attention": "sdpa"}
 LACKS_OF_GPT2 = [
     (FUSED_DECODER | {"attention": "eager"}, "norms 'fused' of a decoder take attention 'sdpa' or"),
