@@ -57,8 +57,15 @@ def _outside(settings: Settings, takes: dict[str, tuple]) -> Iterator[tuple[str,
     """Yield each setting whose value is not among those taken, and these in words."""
     for name, values in takes.items():
         if getattr(settings, name) not in values:
-            *others, last = map(repr, values)
-            yield name, f"{', '.join(others)} or {last}" if others else last
+            yield name, _alternatives(values)
+
+
+def _alternatives(values: tuple) -> str:
+    """Return values in words: "'a', 'b' or 'c'"."""
+    *others, last = map(repr, values)
+    if not others:
+        return last
+    return f"{', '.join(others)} or {last}"
 
 
 # Settings that do not go together.
