@@ -1,4 +1,7 @@
-"""Few combinations in which every two values that go together occur: a covering array, made greedily."""
+"""Few combinations in which every two values that go together occur.
+
+They are a covering array, made greedily.
+"""
 
 import dataclasses
 import itertools

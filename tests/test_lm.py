@@ -453,7 +453,7 @@ def test_perplexities_are_of_the_nats_and_of_what_is_counted(run, folder):
 
 
 def test_a_compiled_loss_has_no_gradient_of_logits():
-    """Seen at what enters the backward pass: gradients of all that the compiled function returns."""
+    """Seen at what enters the backward pass: a gradient of each thing that was returned."""
     entering = []
 
     def compile_forward(graph, _):

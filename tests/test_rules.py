@@ -1,4 +1,4 @@
-"""The rules about what may be trained with what: each is about things that exist, and is reached."""
+"""The rules of what may be trained with what: each is about things that exist, and is reached."""
 
 import ast
 import dataclasses

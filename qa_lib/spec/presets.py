@@ -160,8 +160,8 @@ _TABLE = [
         steps=150,
         measure_from=50,
     ),
-    # The reference project's protocol for memory: one step to settle and one to measure, each of one
-    # micro-batch.
+    # The reference project's protocol for memory: one step to settle and one to measure, of one
+    # micro-batch each.
     Preset(
         name="vram",
         effective_batch=None,
@@ -169,8 +169,8 @@ _TABLE = [
         measure_from=1,
         time_limit_s=900,
     ),
-    # For curves over micro-batch and length, and the search of the largest micro-batch under a cap on
-    # memory.
+    # For curves over micro-batch and length, and for the search of the largest micro-batch that
+    # memory takes.
     Preset(
         name="sizing",
         effective_batch=None,

@@ -100,7 +100,10 @@ def _check_variant(name: str, row: Variant, asked: Settings, preset: Preset) -> 
 
 
 def _processes(asked: Settings, world: int, stages: int) -> tuple[int, int]:
-    """Return how many processes a run has, and how many make up a pipeline; 0 asks for the usual."""
+    """Return how many processes a run has, and how many of them make up a pipeline.
+
+    0 asks for the usual number.
+    """
     if not world:
         world = 1 if asked.parallel == "none" else max(WORLD, stages)
     if not stages:
