@@ -15,7 +15,9 @@ It prints a line for each comparison, at most ten differences of a kind, and end
 """
 
 import argparse
+import contextlib
 import dataclasses
+import importlib
 import itertools
 import json
 import os
@@ -31,19 +33,36 @@ MICRO_BATCHES = (None, 32)
 LENGTHS = (None, 128)
 BATCHES = (None, 128)
 WORLDS = (None, 4)
+# Modules that have a name, in checkouts of today and of before.
+PLACES = {
+    "PRESETS": ("qa_lib.spec.presets", "qa_lib.presets"),
+    "VARIANTS": ("qa_lib.spec.variants", "qa_lib.variants"),
+    "Machine": ("qa_lib.spec.machine", "qa_lib.spec.spec", "qa_lib.spec"),
+    "resolve": ("qa_lib.spec.resolve", "qa_lib.spec.spec", "qa_lib.spec"),
+}
 SENTENCES = ("adjusted", "skip_reason", "message")  # words that a change may improve
 
 
 # What runs inside a checkout. It imports the library of the folder that it is started in.
 
 
+def find_name(name: str) -> object:
+    """Return what a checkout calls by that name, in whichever of these modules it has it."""
+    places = PLACES[name]
+    for place in places:
+        with contextlib.suppress(ImportError):
+            return getattr(importlib.import_module(place), name)
+    raise ImportError(f"{name} is in none of {', '.join(places)}")
+
+
 def probe_specs() -> Iterator[dict]:
     """Yield a row for each spec that can be asked for: what identifies it, and what it resolves to."""
     from qa_lib.errors import UserError
-    from qa_lib.spec.presets import PRESETS
-    from qa_lib.spec.spec import Machine, resolve
-    from qa_lib.spec.variants import VARIANTS
 
+    PRESETS = find_name("PRESETS")
+    VARIANTS = find_name("VARIANTS")
+    Machine = find_name("Machine")
+    resolve = find_name("resolve")
     installed = {"bitsandbytes": True, "deepspeed": True, "torchao": True, "compiler": True}
     machines = {"cpu": Machine(**installed), "bare-cpu": Machine()}
     for name, sm in (("t4", 75), ("a100", 80), ("l4", 89), ("h100", 90)):
@@ -79,8 +98,8 @@ def probe_losses(variants: list[str]) -> Iterator[dict]:
     """Train each variant for STEPS steps on this CPU, and yield its losses."""
     from qa_lib import fit, plan
     from qa_lib.errors import UserError
-    from qa_lib.spec.variants import VARIANTS
 
+    VARIANTS = find_name("VARIANTS")
     for name in variants or VARIANTS:
         preset = "lm-smoke" if VARIANTS[name].task == "lm" else "smoke"
         (spec,) = plan([name], preset)

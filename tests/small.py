@@ -21,8 +21,9 @@ from pathlib import Path
 from qa_lib.__main__ import STOPPED, main
 from qa_lib.records import record
 from qa_lib.run.plan import plan
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
-from qa_lib.spec.spec import Machine, Spec
+from qa_lib.spec.spec import Spec
 from tests import warm
 
 STEPS = 40

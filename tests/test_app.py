@@ -25,15 +25,14 @@ from starlette.exceptions import HTTPException
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.lab.app import serving
-from qa_lib.lab.app.choices import named, offered
+from qa_lib.lab.app.choices import Choices, named, offered
 from qa_lib.lab.app.page import MAX_CONTEXT, answer, app, dashboard, decided, running
-from qa_lib.lab.app.choices import Choices
 from qa_lib.lab.launch.warm import SERVER
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.records.record import new_record
 from qa_lib.run.plan import plan
 from qa_lib.score import predict
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests import hostile
 from tests.conftest import slow
 from tests.material import ROOT, cases, change_record, leave, python, refused, wait_for, write

@@ -14,7 +14,7 @@ from qa_lib.records import record
 from qa_lib.records.archive import STEP_COLUMNS, Run, own_first, own_groups, read_runs
 from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import leave, refused, write
 
 GROUP = "cpu-smoke"

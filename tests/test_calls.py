@@ -32,7 +32,7 @@ WORDS = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
         ({"preset": ["smoke"]}, r"unknown preset \['smoke'\]"),
         ({"preset": 3}, "unknown preset 3"),
         ({"preset": None}, "no preset is named: give --preset"),
-        ({"machine": "h100"}, "machine is 'h100': give a qa_lib.spec.spec.Machine"),
+        ({"machine": "h100"}, "machine is 'h100': give a qa_lib.spec.machine.Machine"),
         ({"machine": {"gpus": 1}}, "machine is the dict"),
         ({"runs": 3}, "runs is 3: give the path of a folder"),
         ({"runs": None}, "runs is None: give the path"),

@@ -24,8 +24,8 @@ from qa_lib.lab.tools import variants
 from qa_lib.packages import how_to_have
 from qa_lib.records.record import new_record
 from qa_lib.run.plan import plan
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
-from qa_lib.spec.spec import Machine
 from tests.conftest import slow
 from tests.material import ROOT, python, refused
 

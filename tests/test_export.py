@@ -13,7 +13,7 @@ from qa_lib.__main__ import main
 from qa_lib.lab.tools import export
 from qa_lib.records import record
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import leave
 
 LOG = """{"step": 1, "loss": null, "lr": 1e-3, "ms": 5.0}

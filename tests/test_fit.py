@@ -11,7 +11,7 @@ import torch
 from qa_lib.model.build import HEADS, build_model
 from qa_lib.records import record
 from qa_lib.run.fit import EVALUATIONS, LOADERS, _limits, fit, out_of_memory
-from qa_lib.spec import variants
+from qa_lib.spec.tasks import TASKS
 from qa_lib.train.step_log import StepFailed
 from tests.material import end_of, python, refused
 from tests.tiny import losses_of, planned, quiet
@@ -33,9 +33,8 @@ def scored(monkeypatch, quality):
         "scores": [*quality],
     }
     monkeypatch.setitem(record.SCORING, "toy", task)
-    monkeypatch.setitem(
-        variants.TASKS, "toy", {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}}
-    )
+    card = dataclasses.replace(TASKS["qa"].card, metrics={})
+    monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], name="toy", card=card))
     for table, own in (
         (HEADS, HEADS["qa"]),
         (LOADERS, LOADERS["qa"]),

@@ -13,7 +13,7 @@ from torch import library
 from qa_lib.kernels import common, fused_norm, gelu
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
 from tests.tiny import checkpoint, having, packed_model, planned

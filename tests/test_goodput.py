@@ -9,7 +9,7 @@ import torch
 
 from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.schema import Noise
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.settings import Settings
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
 from qa_lib.train.parallel import zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm

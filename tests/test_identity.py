@@ -1,5 +1,8 @@
-"""A run is of the model and the data that were planned: what is opened decides its identity, what is loaded is compared
-with it, and what was made of another model does not stay beside the new one."""
+"""A run is of the model and the data that were planned.
+
+What is opened decides its identity, what is loaded is compared with it, and what was made of
+another model does not stay beside the new one.
+"""
 
 import gzip
 import json
@@ -27,7 +30,6 @@ from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
 from tests.material import (
-    cases,
     document,
     edited,
     end_of,
@@ -45,7 +47,7 @@ TEXT = "The river Rhine rises in the Alps and ends near Rotterdam, which is a po
 
 @pytest.fixture(scope="module", params=["bert", slow("roberta"), slow("electra")])
 def kept(request, tmp_path_factory):
-    """A tiny checkpoint of each encoder, as `save_model` leaves it but for the digests."""
+    """A tiny checkpoint of each encoder, like those of `save_model` but for the digests."""
     return Path(checkpoint(request.param, tmp_path_factory.mktemp(request.param) / "model"))
 
 
@@ -66,80 +68,83 @@ def local(squad, model, steps=4, every=0):
 
 
 def nudge(path):
-    """Other weights."""
-    save_file(
-        {name: tensor + 1e-3 for name, tensor in load_file(path).items()}, path, {"format": "pt"}
-    )
+    """Change all weights a little."""
+    weights = {name: tensor + 1e-3 for name, tensor in load_file(path).items()}
+    save_file(weights, path, {"format": "pt"})
 
 
-# What Python opens of a folder; the tokenizer and the weights are opened by Rust, under names that are listed too.
-def test_every_file_that_is_opened_is_in_the_identity(model):
-    for name in (
-        "generation_config.json",
-        "special_tokens_map.json",
-        "added_tokens.json",
-        "README.md",
-        "other.json",
-    ):
+# What decides an identity.
+
+OPTIONAL_FILES = [
+    "generation_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "README.md",
+    "other.json",
+]
+
+
+def identity_files(model: Path) -> set[str]:
+    """Return the names of the files by which a model's folder is identified."""
+    _, weights = inspect_checkpoint(model)
+    return {path.name for path in checkpoint_files(model, weights)}
+
+
+def test_every_file_that_python_opens_is_in_the_identity(model):
+    """Rust opens the tokenizer and the weights, under names that are listed, too."""
+    for name in OPTIONAL_FILES:
         if not (model / name).exists():
             (model / name).write_text("{}")
-    opened = []
-    sys.addaudithook(
-        lambda event, words: event == "open" and opened.append(str(words[0]))
-    )  # for good
+    opened = set()
+
+    def note(event, words):
+        if event == "open":
+            opened.add(Path(str(words[0])).name)
+
+    sys.addaudithook(note)  # for good: a hook cannot be removed
     build_tokenizer(model)
     AutoModelForQuestionAnswering.from_pretrained(model)
-    found = {Path(path).name for path in opened}
-    files = {path.name for path in checkpoint_files(model, inspect_checkpoint(model)[1])}
-    assert (
-        found & {path.name for path in model.iterdir()} <= files
-        and "tokenizer_config.json" in found
-    )
-    assert files.isdisjoint({"README.md", "other.json"})
+    opened &= {path.name for path in model.iterdir()}
+    assert "tokenizer_config.json" in opened
+    assert opened <= identity_files(model)
+
+
+def test_a_file_that_nothing_opens_is_not_in_the_identity(model):
+    for name in ("README.md", "other.json"):
+        (model / name).write_text("{}")
+    assert identity_files(model).isdisjoint({"README.md", "other.json"})
 
 
 def test_what_changes_tokens_or_logits_changes_the_identity(model):
     """Also what is added, and what moves from one file to another."""
     identities = [identify_model(str(model))]
 
-    def is_new():
+    def expect_new(why: str) -> None:
         identities.append(identify_model(str(model)))
-        return identities[-1] not in identities[:-1]
+        assert identities[-1] not in identities[:-1], why
 
     edited(model / "tokenizer_config.json", do_lower_case=False, sep_token="[PAD]")
-    assert is_new()
+    expect_new("another tokenizer")
     for name in ("merges.txt", "vocab.json", "added_tokens.json", "special_tokens_map.json"):
         assert not (model / name).exists()
         (model / name).write_text('{"x": 9}')
-        assert is_new(), name
+        expect_new(name)
     (model / "merges.txt").rename(model / "vocab.txt")
-    assert is_new(), "the same bytes under another name"
+    expect_new("the same bytes under another name")
     nudge(model / "model.safetensors")
-    assert is_new()
+    expect_new("other weights")
+
+
+def test_a_card_does_not_change_the_identity(model):
+    before = identify_model(str(model))
     (model / "README.md").write_text("A card.")
-    assert not is_new()
+    assert identify_model(str(model)) == before
 
 
-@pytest.mark.parametrize("when", ["before", "meanwhile"])
-@pytest.mark.parametrize(
-    "what", ["train.json", "validation.json", "tokenizer_config.json", "model.safetensors"]
-)
-def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(
-    squad, model, tmp_path, what, when, monkeypatch
-):
-    spec = local(squad, model)
-    path = next(folder / what for folder in (squad, model) if (folder / what).exists())
-    if when == "before":
-        change(path)
-    else:
-        monkeypatch.setitem(LOADERS, "qa", lambda spec: (load_data(spec), change(path))[0])
-    if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
-        assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
-        return
-    said = rf"is not what the run was planned with \(its file that was written last: {what}\)"
-    refused(said, fit, spec, tmp_path / "runs", say=quiet)
-    status, message = end_of(tmp_path / "runs" / spec.run_path)
-    assert status == "error" and what in message
+# Files that change after the plan.
+
+OF_DATA = ["train.json", "validation.json"]
+OF_A_MODEL = ["tokenizer_config.json", "model.safetensors"]
 
 
 def change(path):
@@ -150,46 +155,106 @@ def change(path):
         nudge(path)
 
 
-def test_a_saved_data_set_is_what_its_state_lists(tmp_path):
+def changed_while_loading(monkeypatch, path):
+    """Let a file change after the data were loaded, and before the model is."""
+
+    def load_and_change(spec):
+        data = load_data(spec)
+        change(path)
+        return data
+
+    monkeypatch.setitem(LOADERS, "qa", load_and_change)
+
+
+def expect_error_that_names(name, spec, runs):
+    """Run a spec, which must fail for a file that is not what the run was planned with."""
+    said = rf"is not what the run was planned with \(its file that was written last: {name}\)"
+    refused(said, fit, spec, runs, say=quiet)
+    status, message = end_of(runs / spec.run_path)
+    assert status == "error"
+    assert name in message
+
+
+@pytest.mark.parametrize("name", [*OF_DATA, *OF_A_MODEL])
+def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(name, squad, model, tmp_path):
+    spec = local(squad, model)
+    change((squad if name in OF_DATA else model) / name)
+    expect_error_that_names(name, spec, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("name", OF_A_MODEL)
+def test_a_file_of_a_model_that_changes_while_data_are_loaded_ends_the_run_and_is_named(
+    name, squad, model, tmp_path, monkeypatch
+):
+    spec = local(squad, model)
+    changed_while_loading(monkeypatch, model / name)
+    expect_error_that_names(name, spec, tmp_path / "runs")
+
+
+@pytest.mark.parametrize("name", OF_DATA)
+def test_data_that_change_after_they_were_loaded_are_those_that_were_planned(
+    name, squad, model, tmp_path, monkeypatch
+):
+    spec = local(squad, model)
+    changed_while_loading(monkeypatch, squad / name)
+    assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
+
+
+# Data sets that `datasets` has saved.
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """The folder of a saved data set of two files."""
     folder = tmp_path / "saved"
-    rows = [
-        hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(20)
-    ]
+    answer = ("Alps", TEXT.index("Alps"))
+    rows = [hub_row(f"{i}", "", f"where {i}?", TEXT, answer) for i in range(20)]
     datasets.Dataset.from_list(rows).save_to_disk(folder, num_shards=2)
-    before = identify_data(str(folder), with_validation=False)["sha256"]
-    first, second = sorted(folder.glob("*.arrow"))
+    return folder
 
-    shutil.copy(first, folder / "cache-0123456789abcdef.arrow")  # as datasets' own map() leaves
-    state = json.loads((folder / "state.json").read_text())
-    edited(folder / "state.json", _fingerprint="other")
-    assert identify_data(str(folder), with_validation=False)["sha256"] == before
 
+def digest_of(folder: Path) -> str:
+    return identify_data(str(folder), with_validation=False)["sha256"]
+
+
+def state_of(folder: Path) -> dict:
+    return json.loads((folder / "state.json").read_text())
+
+
+def test_what_a_saved_data_sets_state_does_not_list_is_not_in_its_identity(saved):
+    before = digest_of(saved)
+    shard = min(saved.glob("*.arrow"))
+    shutil.copy(shard, saved / "cache-0123456789abcdef.arrow")  # a cache of datasets' map()
+    edited(saved / "state.json", _fingerprint="other")
+    assert digest_of(saved) == before
+
+
+def test_which_files_a_saved_data_set_has_and_in_which_order_is_in_its_identity(saved):
+    before = digest_of(saved)
+    state = state_of(saved)
     for files in (state["_data_files"][:1], state["_data_files"][::-1]):
-        write(folder / "state.json", state | {"_data_files": files})
-        assert identify_data(str(folder), with_validation=False)["sha256"] != before, files
-    write(folder / "state.json", state)
-    refused(
-        "by the same questions", identify_data, str(folder), with_validation=True
-    )  # a data set without parts
+        write(saved / "state.json", state | {"_data_files": files})
+        assert digest_of(saved) != before, files
 
-    outside = shutil.copy(second, tmp_path / "outside.arrow")
-    write(
-        folder / "state.json", state | {"_data_files": [{"filename": f"../{Path(outside).name}"}]}
-    )
-    refused(
-        r"lists 'outside\.arrow' of another folder",
-        identify_data,
-        str(folder),
-        with_validation=False,
-    )
-    for spoilt in ({}, [], {"_data_files": 3}, {"_data_files": [{}]}):
-        write(folder / "state.json", spoilt)
-        refused(
-            "saved: not a data set that datasets can load",
-            identify_data,
-            str(folder),
-            with_validation=False,
-        )
+
+def test_a_saved_data_set_without_parts_has_no_questions_to_validate_on(saved):
+    refused("by the same questions", identify_data, str(saved), with_validation=True)
+
+
+def test_a_saved_data_set_has_no_file_of_another_folder(saved, tmp_path):
+    shutil.copy(min(saved.glob("*.arrow")), tmp_path / "outside.arrow")
+    outside = [{"filename": "../outside.arrow"}]
+    write(saved / "state.json", state_of(saved) | {"_data_files": outside})
+    refused(r"lists 'outside\.arrow' of another folder", digest_of, saved)
+
+
+@pytest.mark.parametrize("state", [{}, [], {"_data_files": 3}, {"_data_files": [{}]}], ids=repr)
+def test_a_saved_data_set_with_a_spoilt_state_is_refused(state, saved):
+    write(saved / "state.json", state)
+    refused("saved: not a data set that datasets can load", digest_of, saved)
+
+
+# Checkpoints and models.
 
 
 def test_a_run_that_goes_on_under_other_libraries_says_which(squad, model, tmp_path, monkeypatch):
@@ -214,9 +279,8 @@ def test_a_model_that_is_not_whole_takes_no_ones_place(tmp_path):
     with pytest.raises(OSError, match="full"), replacing(folder) as work:
         (work / "config.json").write_text("new")
         raise OSError("full")
-    assert (folder / "config.json").read_text() == "old" and [
-        path.name for path in tmp_path.iterdir()
-    ] == ["model"]
+    assert (folder / "config.json").read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_adapters_are_refused(model):
@@ -225,28 +289,50 @@ def test_adapters_are_refused(model):
         refused(r"adapter_config\.json; merge the adapter into the weights", ask, str(model))
 
 
-# Values of a model's configuration: each ends in a sentence, by whichever verb, or changes no answer.
-SPOILT = cases("spoilt configurations")
+# Values of a model's configuration: each ends in a sentence, by whichever verb, or changes nothing.
+SPOILT = {
+    "hidden_size": ["64", 0, -64, 1.5, None, []],
+    "layer_norm_eps": [0, "x", None, -1],
+    "hidden_dropout_prob": ["x", 2, -0.5, None],
+    "attention_probs_dropout_prob": ["x", 2],
+    "num_attention_heads": [0, 5, "4", None],
+    "num_hidden_layers": ["2", 0, 1_000_000_000_000, None],
+    "max_position_embeddings": [0, "x", 4],
+    "vocab_size": [0, "x", 3],
+    "pad_token_id": [None, "x", 3, 1_000_000_000],
+    "hidden_act": ["swiglu", 3, None],
+    "position_embedding_type": ["relative_key", 3],
+    "is_decoder": [True],
+    "num_labels": [5, "x"],
+    "id2label": [{"0": "a"}, 3],
+    "model_type": ["x", 3, None, "gpt2", [], {}],
+    "dtype": ["float1", 3],
+    "architectures": [3, None, ["X"]],
+}
 
 
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, squad, name):
-    asks = [lambda: load_qa_model(model), lambda: trained_two_steps(squad, model)]
-    asks += [lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=H200)]
+    uses = [
+        lambda: load_qa_model(model),
+        lambda: trained_two_steps(squad, model),
+        lambda: plan(["P-tensor"], "bench", data=str(squad), model=str(model), machine=H200),
+    ]
     for value in SPOILT[name]:
         edited(model / "config.json", **{name: value})
-        for ask in asks:
+        for use in uses:
             try:
-                ask()
+                use()
             except UserError as problem:
-                assert "\n" not in str(problem) and model.name in str(problem), (name, value)
+                assert "\n" not in str(problem), (name, value)
+                assert model.name in str(problem), (name, value)
 
 
 def trained_two_steps(squad, model):
-    _, made, batches = prepare(local(squad, model))
+    _, built, batches = prepare(local(squad, model))
     for step in range(2):
         (samples, *_) = batches.step(step)
-        made(**batches.collate(samples, torch.device("cpu"))).loss.backward()
+        built(**batches.collate(samples, torch.device("cpu"))).loss.backward()
 
 
 RETURNED = {
@@ -300,11 +386,12 @@ def test_padding_tokens_that_disagree_are_told(model, squad):
 
 
 def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_path):
-    """Neither its tokens nor a vocabulary that was learnt from it: the next run would take them for the old text's."""
-    path, old = (
-        tmp_path / "train.txt",
-        "".join(f"the river number {i} ends in a port\n" for i in range(200)),
-    )
+    """Neither its tokens nor a vocabulary that was learnt from it.
+
+    The next run would take them for the old text's.
+    """
+    path = tmp_path / "train.txt"
+    old = "".join(f"the river number {i} ends in a port\n" for i in range(200))
     path.write_text(old)
     tokenizer = learn_tokenizer(open_text(path, "train"), 300)
     for use, by in ((tokenize_text, tokenizer), (learn_tokenizer, 290)):
@@ -313,10 +400,8 @@ def test_a_text_that_changes_while_it_is_read_is_cached_under_no_ones_name(tmp_p
         path.write_text(old.upper())
         refused(r"train\.txt: it has changed since it was first looked at", use, source, by)
         path.write_text(old)
-    assert (
-        tokenizer.decode(tokenize_text(open_text(path, "train"), tokenizer).tokens[1:40].tolist())
-        in old
-    )
+    token_ids = tokenize_text(open_text(path, "train"), tokenizer).tokens
+    assert tokenizer.decode(token_ids[1:40].tolist()) in old
     vocabulary = learn_tokenizer(open_text(path, "train"), 290).get_vocab()
     assert not any(letter in token for token in vocabulary for letter in ("RI", "TH"))
 
@@ -330,20 +415,19 @@ def test_a_run_again_leaves_nothing_of_the_first_ones_model_and_what_is_ones_own
     for name in ("model-int8", "model-int4"):
         shutil.copytree(folder / "model", folder / name)
     (folder / "model" / "stale.json").write_text("{}")
-    own = [
+    users = [
         folder / name
         for name in ("model-backup/precious", "checkpoint.keep/mine", "model-notes.txt")
     ]
-    for path in own:
+    for path in users:
         path.parent.mkdir(exist_ok=True)
         path.touch()
     before = (folder / "model" / "model.safetensors").stat().st_mtime_ns
     assert fit(spec, tmp_path / "runs", say=quiet, force=True)["status"] == "ok"
-    assert all(path.exists() for path in own)
-    assert not {path.name for path in folder.iterdir()} & {"model-int8", "model-int4"}, (
-        "of the older model"
-    )
-    assert not (folder / "model" / "stale.json").exists()
+    for path in users:
+        assert path.exists(), path
+    for name in ("model-int8", "model-int4", "model/stale.json"):  # of the older model
+        assert not (folder / name).exists(), name
     assert (folder / "model" / "model.safetensors").stat().st_mtime_ns > before
     assert window_lengths(load_qa_model(folder / "model")[0])[0] == 48, "the run's, not the default"
 
@@ -354,40 +438,56 @@ def test_a_run_writes_over_nothing_that_a_link_leads_to(squad, model, tmp_path, 
     place = tmp_path / "runs" / spec.run_path / name
     place.parent.mkdir(parents=True)
     theirs = tmp_path / "theirs"
-    theirs.mkdir() if name in ("", "model") else theirs.write_text("mine")
+    is_folder = name in ("", "model")
+    if is_folder:
+        theirs.mkdir()
+    else:
+        theirs.write_text("mine")
     place.symlink_to(theirs)
     refused("a link", fit, spec, tmp_path / "runs", say=quiet)
-    assert not list(theirs.iterdir()) if theirs.is_dir() else theirs.read_text() == "mine"
+    if is_folder:
+        assert list(theirs.iterdir()) == []
+    else:
+        assert theirs.read_text() == "mine"
 
 
-def test_data_of_another_plan_are_refused(squad, model, tmp_path):
-    spec, other = local(squad, model), local(shutil.copytree(squad, tmp_path / "other"), model)
-    assert fit(spec, tmp_path / "runs", data=load_data(other), say=quiet)["status"] == "ok", (
-        "the same questions"
-    )
+def test_the_same_data_of_another_folder_are_taken(squad, model, tmp_path):
+    spec = local(squad, model)
+    same = load_data(local(shutil.copytree(squad, tmp_path / "other"), model))
+    assert fit(spec, tmp_path / "runs", data=same, say=quiet)["status"] == "ok"
+
+
+def test_other_data_than_the_plans_are_refused(squad, model, tmp_path):
+    spec = local(shutil.copytree(squad, tmp_path / "other"), model)
     write(squad / "train.json", document((TEXT, [question("q", "who?")])))
-    changed = load_data(local(squad, model))
-    refused(
-        "other is not what the run was planned with",
-        fit,
-        other,
-        tmp_path / "runs",
-        data=changed,
-        say=quiet,
-    )
+    others = load_data(local(squad, model))
+    said = "other is not what the run was planned with"
+    refused(said, fit, spec, tmp_path / "runs", data=others, say=quiet)
 
 
-def test_the_same_content_in_other_bytes_is_not_scored_by(squad, model):
-    (squad / "validation.json").write_text(
-        json.dumps(json.loads((squad / "train.json").read_text()), indent=1)
-    )
-    refused(r"validation\.json: has the questions of .*train\.json", load_data, local(squad, model))
-    text = "".join(f"the river number {i} ends in a port\n" for i in range(300)).encode()
-    (squad / "train.txt").write_bytes(text)
-    for name, content in (("txt.gz", gzip.compress(text)), ("txt", text.replace(b"\n", b"\r\n"))):
-        (squad / f"validation.{name}").write_bytes(content)
-        said = rf"validation\.{name}: is the text of .*train\.txt"
-        refused(said, load_text, planned("L1", "lm-smoke", data=str(squad)))
+def test_questions_are_not_validated_by_the_same_in_other_bytes(squad, model):
+    questions = json.loads((squad / "train.json").read_text())
+    (squad / "validation.json").write_text(json.dumps(questions, indent=1))
+    said = r"validation\.json: has the questions of .*train\.json"
+    refused(said, load_data, local(squad, model))
+
+
+RIVERS = "".join(f"the river number {i} ends in a port\n" for i in range(300)).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("validation.txt.gz", gzip.compress(RIVERS)),
+        ("validation.txt", RIVERS.replace(b"\n", b"\r\n")),
+    ],
+    ids=["compressed", "other line ends"],
+)
+def test_a_text_is_not_validated_by_the_same_in_other_bytes(name, content, tmp_path):
+    (tmp_path / "train.txt").write_bytes(RIVERS)
+    (tmp_path / name).write_bytes(content)
+    spec = planned("L1", "lm-smoke", data=str(tmp_path))
+    refused(rf"{name}: is the text of .*train\.txt", load_text, spec)
 
 
 def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(
@@ -397,27 +497,30 @@ def test_a_link_is_called_by_its_own_name_wherever_it_is_asked_for(
     spec = local(tmp_path / "link", model)
     passed = sweep.notebook_parameters(spec, tmp_path / "runs")
     monkeypatch.chdir(sweep.ROOT)
-    (again,) = plan(
-        ["A1"], "local", data=passed["data"], model=passed["model"], machine=CPU, max_length=48
-    )
-    assert (again.data, again.model) == (spec.data, spec.model) and spec.data["name"] == "link"
+    words = {"data": passed["data"], "model": passed["model"], "max_length": 48}
+    (again,) = plan(["A1"], "local", machine=CPU, **words)
+    assert spec.data["name"] == "link"
+    assert (again.data, again.model) == (spec.data, spec.model)
+
+
+def test_the_working_directory_is_called_by_its_own_name(squad, model, monkeypatch):
+    by_name = identify_data(str(squad), with_validation=True)
     monkeypatch.chdir(squad)
-    assert identify_data(".", with_validation=True) == identify_data(
-        str(squad), with_validation=True
-    )
+    assert identify_data(".", with_validation=True) == by_name
     monkeypatch.chdir(model)
     assert identify_model(".") == identify_model(str(model))
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
-    assert identify_model("someone/nobody-has-this") == {
-        "name": "someone/nobody-has-this",
-        "revision": "main",
-    }
-    monkeypatch.setattr(
-        "huggingface_hub.snapshot_download", lambda name, **_: f"{tmp_path}/snapshots/{'a1' * 20}"
-    )
-    assert identify_model("someone/tiny") == {"name": "someone/tiny", "revision": "a1" * 20}
+    commit = "a1" * 20
+    snapshot = f"{tmp_path}/snapshots/{commit}"
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: snapshot)
+    assert identify_model("someone/tiny") == {"name": "someone/tiny", "revision": commit}
+
+
+def test_a_model_of_the_hub_that_is_not_to_be_had_is_known_by_its_branch():
+    name = "someone/nobody-has-this"
+    assert identify_model(name) == {"name": name, "revision": "main"}
 
 
 @pytest.mark.slow
@@ -427,8 +530,8 @@ def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
     shutil.copytree(kept, hub / "snapshots" / ("0" * 40))
     (hub / "refs").mkdir()
     (hub / "refs" / "main").write_text("0" * 40)
-    words = f"run A1-fp32 --preset local --data {squad} --model someone/tiny --max-length 48 --runs {tmp_path}/runs"
-    done = python(
-        "-m", "qa_lib", *words.split(), HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1"
-    )
+    words = f"run A1-fp32 --preset local --data {squad} --model someone/tiny --max-length 48"
+    words = [*words.split(), "--runs", str(tmp_path / "runs")]
+    cache = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = python("-m", "qa_lib", *words, **cache)
     assert "A1-fp32: ok" in done.stdout

@@ -1,4 +1,7 @@
-"""Language modelling, the second task: text to tokens to windows, family L on a CPU, perplexity held to plain sums."""
+"""Language modelling, the second task.
+
+Text becomes tokens and windows, family L trains on a CPU, and perplexity is held to plain sums.
+"""
 
 import gzip
 import math
@@ -31,8 +34,9 @@ from qa_lib.records import record
 from qa_lib.run.fit import fit
 from qa_lib.run.plan import plan
 from qa_lib.score import evaluate
-from qa_lib.spec.presets import PRESETS, find_shape
-from qa_lib.spec.spec import resolve
+from qa_lib.spec.presets import PRESETS
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.variants import VARIANTS, find_family
 from qa_lib.train.compile import LossOf
 from tests.material import SQUAD, edited, refused
@@ -43,7 +47,7 @@ TINY = "gpt2:L2H64V400P80"
 
 
 def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
-    """A spec of few steps of two micro-batches of 4 windows, uncompiled."""
+    """Return a spec of few steps of two micro-batches of 4 windows, uncompiled."""
     spec = planned(
         row, "lm-smoke", {"compile": "none"}, data=str(data), model=model, micro_batch=4, **more
     )
@@ -51,7 +55,7 @@ def short(row="L1", data="synthetic:60", steps=3, model=TINY, **more):
 
 
 def lengthened(variant, preset, length, **more):
-    """A spec of a GPU for windows of another length."""
+    """Return a spec for a GPU with windows of another length."""
     return resolve(variant, preset, 0, H200, {}, {}, "", "", max_length=length, **more)
 
 
@@ -80,56 +84,57 @@ def tokenizer(folder):
 
 def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     source = open_text(folder, "train")
-    text, whole = tokenize_text(source, tokenizer), "".join(source.rows())
+    text = tokenize_text(source, tokenizer)
     first, second = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert first == 0, "before each document"
-    assert (
-        "\f\n".join(tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])) == whole
-    )
-    assert (text.words, text.bytes) == (len(whole.split()) + whole.count("\n"), len(whole.encode()))
+    documents = [tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])]
+    assert "\f\n".join(documents) == "".join(source.rows())
+
+
+def test_words_and_bytes_of_a_text_are_counted_with_its_line_ends(folder, tokenizer):
+    source = open_text(folder, "train")
+    text = tokenize_text(source, tokenizer)
+    whole = "".join(source.rows())
+    assert text.words == len(whole.split()) + whole.count("\n")
+    assert text.bytes == len(whole.encode())
 
 
 def test_arrays_are_made_once_by_content_and_memory_mapped(
     folder, tokenizer, tmp_path, monkeypatch
 ):
     first = tokenize_text(open_text(folder, "validation"), tokenizer)
-    assert isinstance(first.tokens.base, np.memmap) and first.tokens.dtype == np.uint16
+    assert isinstance(first.tokens.base, np.memmap)
+    assert first.tokens.dtype == np.uint16
     same = open_text(shutil.copy(folder / "validation.txt", tmp_path / "other.txt"), "train")
     monkeypatch.setattr(same, "rows", lambda: pytest.fail("read again"))
     assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
+
+
+def test_a_vocabulary_is_the_same_each_time_it_is_learnt(folder, tokenizer):
     assert learn_tokenizer(open_text(folder, "train"), 400).get_vocab() == tokenizer.get_vocab()
-    assert tokens._learn(open_text(folder, "train"), 400) == tokens._learn(
-        open_text(folder, "train"), 400
-    )
+    first, second = (tokens._learn(open_text(folder, "train"), 400) for _ in range(2))
+    assert first == second
 
 
 def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     """65,536 tokens fit into 16 bits; one more does not."""
-    source, backend = (
-        open_text(folder, "validation"),
-        Tokenizer.from_str(tokenizer.backend_tokenizer.to_str()),
-    )
-    for tokens_in_all, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
-        backend.add_tokens(
-            [f"<{number}>" for number in range(backend.get_vocab_size(), tokens_in_all)]
-        )
-        assert backend.get_vocab_size() == tokens_in_all
-        assert tokens._tokenize(source, backend, tokens_in_all - 1).tokens.dtype == dtype
+    source = open_text(folder, "validation")
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    for size, dtype in ((2**16, np.uint16), (2**16 + 1, np.uint32)):
+        backend.add_tokens([f"<{number}>" for number in range(backend.get_vocab_size(), size)])
+        assert backend.get_vocab_size() == size
+        assert tokens._tokenize(source, backend, size - 1).tokens.dtype == dtype
     assert tokens._tokenize(source, backend, 2**16).tokens[0] == 2**16
 
 
 def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
     lines = (folder / "validation.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    table = Dataset.from_dict(
-        {"text": [line.removesuffix("\n") if line == "\n" else line for line in lines]}
-    )
-    load = Mock(return_value=table)
+    rows = ["" if line == "\n" else line for line in lines]
+    load = Mock(return_value=Dataset.from_dict({"text": rows}))
     monkeypatch.setattr("datasets.load_dataset", load)
     source = open_text(PRESETS["lm-full"].data, "validation")
-    assert (
-        list(source.rows()) == list(open_text(folder, "validation").rows())
-        and len(source.sha256) == 64
-    )
+    assert list(source.rows()) == list(open_text(folder, "validation").rows())
+    assert len(source.sha256) == 64
     load.assert_called_once_with("Salesforce/wikitext", "wikitext-103-raw-v1", split="validation")
 
 
@@ -144,7 +149,7 @@ def test_wikitext_has_as_many_words_as_its_authors_count():
 
 
 def load(folder, tmp_path, **files):
-    """load_text of a folder with the good files, some of them replaced."""
+    """Return what `load_text` makes of a folder with the good files, some of them replaced."""
     others = shutil.ignore_patterns(*(f"{name}.*" for name in files))
     place = shutil.copytree(folder, tmp_path / "-".join(files), ignore=others)
     for name, content in files.items():
@@ -152,39 +157,39 @@ def load(folder, tmp_path, **files):
     return load_text(short(data=place))
 
 
-def test_an_empty_text_is_refused_and_one_token_is_too_short_to_train_on_and_enough_to_score(
-    folder, tmp_path
-):
-    for split in ("train", "validation"):
-        refused(f"{split}.txt: an empty text", load, folder, tmp_path / "empty", **{split: b""})
-    refused(
-        r"train.txt: a text of 2 tokens, shorter than a window of 64",
-        load,
-        folder,
-        tmp_path,
-        train=b"a",
-    )
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_an_empty_text_is_refused(split, folder, tmp_path):
+    refused(f"{split}.txt: an empty text", load, folder, tmp_path, **{split: b""})
+
+
+def test_one_token_is_too_short_to_train_on(folder, tmp_path):
+    said = r"train.txt: a text of 2 tokens, shorter than a window of 64"
+    refused(said, load, folder, tmp_path, train=b"a")
+
+
+def test_one_token_is_enough_to_score(folder, tmp_path):
     data = load(folder, tmp_path, train=(b"the sea " * 20 + b"\n") * 9, validation=b"a")
-    assert (data.n_eval, data.validation_samples.words, data.validation_samples.bytes) == (1, 1, 1)
-    tokens_ = torch.from_numpy(data.validation_samples.tokens.astype("int64"))
-    assert 0 < evaluate.total_nats(build_model(short()).eval(), tokens_, 64, 32) < 20
+    text = data.validation_samples
+    assert (data.n_eval, text.words, text.bytes) == (1, 1, 1)
+    token_ids = torch.from_numpy(text.tokens.astype("int64"))
+    assert 0 < evaluate.total_nats(build_model(short()).eval(), token_ids, 64, 32) < 20
 
 
 def test_windows_line_ends_are_line_ends(folder, tmp_path, tokenizer):
     whole = (folder / "validation.txt").read_bytes()
     (tmp_path / "wiki.valid.tokens").write_bytes(whole.replace(b"\n", b"\r\n"))
-    text, plain = (
-        tokenize_text(open_text(path, "validation"), tokenizer) for path in (tmp_path, folder)
-    )
-    assert text.tokens.tolist() == plain.tokens.tolist() and (text.words, text.bytes) == (
-        plain.words,
-        plain.bytes,
-    )
+    text = tokenize_text(open_text(tmp_path, "validation"), tokenizer)
+    plain = tokenize_text(open_text(folder, "validation"), tokenizer)
+    assert text.tokens.tolist() == plain.tokens.tolist()
+    assert (text.words, text.bytes) == (plain.words, plain.bytes)
 
 
 def test_broken_text_is_named_by_its_line(folder, tmp_path):
     said = r"validation.txt: line 2 is not UTF-8: .* at byte 3 of it"
     refused(said, load, folder, tmp_path, validation=b"the\nsea\xff\n")
+
+
+def test_a_compressed_file_that_is_cut_is_named_by_the_line_before(folder, tmp_path):
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
     refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
@@ -213,90 +218,107 @@ def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, folder, tmp_pat
     )
 
 
-def test_a_context_above_the_models_positions_is_refused():
-    refused(
-        "has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128",
-        short,
-        max_length=128,
-    )
-    refused(
-        r"takes 80 tokens, and samples of preset lm-smoke have 128",
-        build_model,
-        resized(short(), max_length=128),
-    )
+def test_a_context_above_the_models_positions_is_refused_with_a_model_that_has_them():
+    said = "has positions for 80 tokens and not for 128: give --model gpt2:L2H64V400P128"
+    refused(said, short, max_length=128)
+
+
+def test_a_context_above_the_models_positions_is_not_built():
+    said = "takes 80 tokens, and samples of preset lm-smoke have 128"
+    refused(said, build_model, resized(short(), max_length=128))
 
 
 # Sizes, variants and presets.
 
 
 def test_a_shape_is_a_model_by_its_sizes():
-    small, tiny = model_config("gpt2:L12H768"), model_config(TINY)
+    small = model_config("gpt2:L12H768")
     assert (small.n_layer, small.n_embd, small.n_head, small.n_positions) == (12, 768, 12, 1024)
-    assert small.vocab_size == 50_304 and (tiny.vocab_size, tiny.n_positions) == (448, 80)
+    assert model_config(TINY).n_positions == 80
+
+
+def test_a_shapes_vocabulary_is_rounded_up_to_whole_tiles():
+    assert model_config("gpt2:L12H768").vocab_size == 50_304
+    assert model_config(TINY).vocab_size == 448
+
+
+@pytest.mark.parametrize(
+    ("name", "millions"),
+    [("gpt2:L4H64V4096", 0.5), ("gpt2:L12H768", 124.5), ("gpt2:L24H1024", 354.9)],
+)
+def test_a_shape_has_as_many_parameters_as_gpt2_of_that_size(name, millions):
     with torch.device("meta"):
-        sizes = [AutoModelForCausalLM.from_config(model_config(name)).num_parameters()
-                 for name in ("gpt2:L4H64V4096", "gpt2:L12H768", "gpt2:L24H1024")]  # fmt: skip
-    assert [round(size / 1e6, 1) for size in sizes] == [0.5, 124.5, 354.9]
-    for wrong in (
-        "gpt2:",
-        "gpt2:L2H65",
-        "gpt2:L0H64",
-        "gpt2:L2H64V256",
-        "gpt2:L2H64P0",
-        "gpt2:l2h64",
-        "gpt2:L²H64",
-    ):
-        refused("a shape is written like gpt2:L12H768", find_shape, wrong)
+        model = AutoModelForCausalLM.from_config(model_config(name))
+    assert round(model.num_parameters() / 1e6, 1) == millions
+
+
+WRONG_SHAPES = [
+    "gpt2:",
+    "gpt2:L2H65",
+    "gpt2:L0H64",
+    "gpt2:L2H64V256",
+    "gpt2:L2H64P0",
+    "gpt2:l2h64",
+    "gpt2:L²H64",
+]
+
+
+@pytest.mark.parametrize("name", WRONG_SHAPES)
+def test_a_shape_that_cannot_be_is_refused_with_how_one_is_written(name):
+    refused("a shape is written like gpt2:L12H768", find_shape, name)
+
+
+def test_another_name_is_no_shape():
     assert find_shape("gpt2") is None
 
 
-def test_variants_and_presets_belong_to_a_task():
-    for row, preset, said in (
-        ("L1", "smoke", "lm, and preset 'smoke' of task qa"),
-        ("A1", "lm-smoke", "qa"),
-    ):
-        refused(f"{row} is a variant of task {said}", plan, [row], preset, machine=CPU)
-    for name, row in VARIANTS.items():
-        assert (row.settings.padding, row.settings.qkv) == (
-            "max_length",
-            "separate",
-        ) or row.task == "qa", name
-        assert (
-            not row.settings.cuda_graph or row.settings.padding == "packed" or row.task == "lm"
-        ), name
+@pytest.mark.parametrize(
+    ("row", "preset", "said"),
+    [
+        ("L1", "smoke", "L1 is a variant of task lm, and preset 'smoke' of task qa"),
+        ("A1", "lm-smoke", "A1 is a variant of task qa, and preset 'lm-smoke' of task lm"),
+    ],
+)
+def test_a_variant_of_another_task_than_the_presets_is_refused(row, preset, said):
+    refused(said, plan, [row], preset, machine=CPU)
 
 
-def test_a_context_length_is_asked_for_and_keeps_the_tokens_of_a_step():
+def test_variants_of_language_models_take_whole_windows():
+    for name in find_family("L"):
+        settings = VARIANTS[name].settings
+        assert (settings.padding, settings.qkv) == ("max_length", "separate"), name
+
+
+def test_a_context_length_is_part_of_the_hash_and_not_of_the_group():
     specs = [short(model="gpt2:L2H64V400", max_length=length) for length in (None, 128, 256)]
-    assert len({spec.hash for spec in specs}) == 3 and {spec.group for spec in specs} == {
-        "cpu-lm-smoke"
-    }
-    found = [lengthened("L1", "lm-bench", length) for length in (256, 1024)]
-    assert [spec.micro_batches * spec.settings.micro_batch for spec in found] == [128, 32]
-    for length in (1, 2, 2048):
-        refused(
-            "tokens are too few or too many",
-            plan,
-            ["L1"],
-            "lm-smoke",
-            machine=CPU,
-            max_length=length,
-        )
-    refused(
-        r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens",
-        lengthened,
-        "L1",
-        "lm-bench",
-        1000,
-    )
-    refused(
-        r"3 tokens do not make up the 1,024 .* take 4 tokens",
-        plan,
-        ["L1"],
-        "lm-smoke",
-        machine=CPU,
-        max_length=3,
-    )
+    assert len({spec.hash for spec in specs}) == 3
+    assert {spec.group for spec in specs} == {"cpu-lm-smoke"}
+
+
+@pytest.mark.parametrize(("length", "windows"), [(256, 128), (1024, 32)])
+def test_a_context_length_keeps_the_tokens_of_a_step(length, windows):
+    spec = lengthened("L1", "lm-bench", length)
+    assert spec.micro_batches * spec.settings.micro_batch == windows
+
+
+@pytest.mark.parametrize("length", [1, 2, 2048])
+def test_a_context_length_that_cannot_be_is_refused(length):
+    said = "tokens are too few or too many"
+    refused(said, plan, ["L1"], "lm-smoke", machine=CPU, max_length=length)
+
+
+@pytest.mark.parametrize(
+    ("preset", "length", "said"),
+    [
+        ("lm-bench", 1000, r"1000 tokens do not make up the 32,768 .* take 512 or 1024 tokens"),
+        ("lm-smoke", 3, r"3 tokens do not make up the 1,024 .* take 4 tokens"),
+    ],
+)
+def test_a_context_length_that_divides_no_step_is_refused_with_the_nearest(preset, length, said):
+    refused(said, lengthened, "L1", preset, length)
+
+
+def test_any_context_length_goes_with_a_batch_of_ones_own():
     assert lengthened("L1", "lm-bench", 1000, batch=32).preset.batch == 32
 
 
@@ -307,40 +329,41 @@ def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(
     monkeypatch.setattr(sweep, "probe", lambda: (CPU, {}))
     monkeypatch.setattr(sweep, "plan", asked)
     for preset in ("smoke", "lm-smoke"):
-        main(
-            ["sweep", "--preset", preset, "--plan", "--runs", str(tmp_path), "--max-length", "128"]
-        )
-    questions, text = (each.args[0] for each in asked.call_args_list)
-    assert (
-        text == find_family("L")
-        and not set(questions) & set(text)
-        and len(questions + text) == len(VARIANTS)
-    )
+        words = ["--plan", "--runs", str(tmp_path), "--max-length", "128"]
+        main(["sweep", "--preset", preset, *words])
+    questions, text = (call.args[0] for call in asked.call_args_list)
+    assert text == find_family("L")
+    assert questions == [name for name in VARIANTS if name not in text]
     assert asked.call_args.kwargs["max_length"] == [128]
+
+
+def test_a_notebook_is_given_the_length_that_was_asked_for(tmp_path):
     assert sweep.notebook_parameters(short(max_length=32), tmp_path)["max_length"] == 32
     assert "max_length" not in sweep.notebook_parameters(short(), tmp_path)
 
 
-def test_batches_are_windows_and_a_function_of_seed_and_step(folder):
+def test_a_text_of_less_than_a_step_is_too_short(folder):
+    spec = resized(short(data=folder), steps=None, epochs=1, batch_tokens=2**30)
+    refused("too few for --batch", Batches, load_text(spec).samples, spec)
+
+
+def test_batches_are_a_function_of_seed_and_step(folder):
     spec = short(data=folder)
     samples = load_text(spec).samples
-    refused(
-        "too few for --batch",
-        Batches,
-        samples,
-        resized(spec, steps=None, epochs=1, batch_tokens=2**30),
-    )
-    one, other = Batches(samples, spec), Batches(samples, spec)
+    one = Batches(samples, spec)
     one.step(0)
-    for mine, theirs in zip(one.step(7), other.step(7), strict=True):
-        batch, windows = (
-            one.arrays(mine),
-            [samples.text.tokens[64 * number :][:64] for number in mine],
-        )
-        assert np.array_equal(mine, theirs)
-        assert np.array_equal(batch["input_ids"], windows) and np.array_equal(
-            batch["labels"], windows
-        )
+    assert np.array_equal(one.step(7), Batches(samples, spec).step(7))
+
+
+def test_batches_are_windows_of_the_text(folder):
+    spec = short(data=folder)
+    samples = load_text(spec).samples
+    batches = Batches(samples, spec)
+    for numbers in batches.step(7):
+        arrays = batches.arrays(numbers)
+        windows = [samples.text.tokens[64 * number :][:64] for number in numbers]
+        assert np.array_equal(arrays["input_ids"], windows)
+        assert np.array_equal(arrays["labels"], windows)
 
 
 def test_the_arithmetic_of_a_step_is_that_of_its_products():
@@ -352,33 +375,45 @@ def test_the_arithmetic_of_a_step_is_that_of_its_products():
     matrices = sum(
         p.numel() for name, p in model.named_parameters() if ".h." in name and p.ndim == 2
     )
-    vectors = cost.parameters - matrices  # StepFlops counts a product with them forward and back
-    masked = 12 * 2 * 64 * 4 * 64**2 / 2  # eager attention computes the masked half, too
-    assert (
-        cost.flops(4 * 64, 4 * 64**2) + masked - 4 * 4 * 64 * vectors == counter.get_total_flops()
-    )
+    tokens_ = 4 * 64
+    # The formula counts a product with vectors, forward and back, and no masked half of attention,
+    # which eager attention computes, too.
+    vectors = 4 * tokens_ * (cost.parameters - matrices)
+    masked = 12 * 2 * 64 * 4 * 64**2 / 2
+    counted = counter.get_total_flops()
+    assert cost.flops(tokens_, 4 * 64**2) + masked - vectors == counted
 
 
 def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
-    """Eager and compiled: with a mask PyTorch would not take FlashAttention. The sums are those of eager attention."""
-    seen, real = [], torch.nn.functional.scaled_dot_product_attention
+    """Eager and compiled: with a mask PyTorch would not take FlashAttention.
+
+    The logits are those of eager attention.
+    """
+    calls = []
+    real = torch.nn.functional.scaled_dot_product_attention
 
     def spy(*inputs, attn_mask=None, is_causal=False, **more):
-        seen.append((attn_mask, is_causal))
+        calls.append((attn_mask, is_causal))
         return real(*inputs, attn_mask=attn_mask, is_causal=is_causal, **more)
 
     ids = torch.randint(0, 400, (2, 64))
+    expected = build_model(short("L-bf16")).eval()(ids).logits
+    model = build_model(short("L-sdpa")).eval()
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
     with torch.no_grad():
-        expected = build_model(short("L-bf16")).eval()(ids).logits
-        model = build_model(short("L-sdpa")).eval()
-        monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
         for forward in (model, torch.compile(model, backend="eager")):
             assert torch.allclose(forward(ids).logits, expected, atol=1e-5)
-        how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
-        written, plain = (
-            model.generate(ids[:1, :9], use_cache=cache, **how).tolist() for cache in (True, False)
-        )
-    assert seen[:4] == [(None, True)] * 4 and written == plain
+    layers = 2
+    assert calls == [(None, True)] * 2 * layers
+
+
+def test_fused_attention_writes_the_same_with_a_cache_and_without():
+    model = build_model(short("L-sdpa")).eval()
+    prompt = torch.randint(0, 400, (1, 9))
+    how = {"max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    with_cache = model.generate(prompt, use_cache=True, **how)
+    without = model.generate(prompt, use_cache=False, **how)
+    assert with_cache.tolist() == without.tolist()
 
 
 # Runs.
@@ -386,51 +421,53 @@ def test_fused_attention_is_told_causal_and_given_no_mask(monkeypatch):
 
 @pytest.fixture(scope="module")
 def run(folder, tmp_path_factory):
-    """The folder of L1 over the small text, for as long as it takes to learn it."""
-    runs, spec = tmp_path_factory.mktemp("runs"), short(data=folder, steps=40)
+    """The folder of a run of L1 over the small text, for as long as it takes to learn it."""
+    runs = tmp_path_factory.mktemp("runs")
+    spec = short(data=folder, steps=40)
     fit(spec, runs, say=quiet)
     return runs / spec.run_path
 
 
-def test_a_run_learns_and_leaves_a_whole_record(run, folder):
+def test_a_run_leaves_a_whole_record(run):
     entry = record.read_record(run)
-    quality = entry["quality"]
-    assert (entry["status"], entry["group"], set(quality)) == (
-        "ok",
-        "cpu-lm-smoke",
-        set(entry["task"]["scores"]),
-    )
-    whole, nats = (folder / "validation.txt").read_text(encoding="utf-8"), quality["nats"]
-    assert quality["n"] == entry["spec"]["n_eval"] and quality["words"] == len(
-        whole.split()
-    ) + whole.count("\n")
-    wanted = {
-        f"{each}_perplexity": math.exp(nats / quality[n])
-        for each, n in (("word", "words"), ("token", "n"))
-    }
-    wanted["bits_per_byte"] = nats / math.log(2) / quality["bytes"]
-    assert {name: quality[name] for name in wanted} == pytest.approx(wanted)
-    assert quality["token_perplexity"] < 30, (
-        "of 400 tokens that an untrained model thinks equally likely"
-    )
+    assert entry["status"] == "ok"
+    assert entry["group"] == "cpu-lm-smoke"
+    assert entry["quality"].keys() == set(entry["task"]["scores"])
+    assert entry["quality"]["n"] == entry["spec"]["n_eval"]
     assert entry["speed"]["tokens_per_s_padded"] == entry["speed"]["tokens_per_s"] > 0
 
 
+def test_a_run_learns(run):
+    """An untrained model thinks all of the 400 tokens equally likely."""
+    assert record.read_record(run)["quality"]["token_perplexity"] < 30
+
+
+def test_perplexities_are_of_the_nats_and_of_what_is_counted(run, folder):
+    quality = record.read_record(run)["quality"]
+    text = (folder / "validation.txt").read_text(encoding="utf-8")
+    assert quality["words"] == len(text.split()) + text.count("\n")
+    nats = quality["nats"]
+    assert quality["word_perplexity"] == pytest.approx(math.exp(nats / quality["words"]))
+    assert quality["token_perplexity"] == pytest.approx(math.exp(nats / quality["n"]))
+    assert quality["bits_per_byte"] == pytest.approx(nats / math.log(2) / quality["bytes"])
+
+
 def test_a_compiled_loss_has_no_gradient_of_logits():
-    """What enters the backward pass from outside: of the loss alone, or of the logits that a model returns as well."""
+    """Seen at what enters the backward pass: a gradient of each thing that was returned."""
     entering = []
 
-    def look(graph, _):
-        inputs = graph.graph.find_nodes(op="placeholder")
-        entering.append(
-            [tuple(node.meta["val"].shape) for node in inputs if node.name.startswith("tangents")]
-        )
+    def compile_forward(graph, _):
         return make_boxed_func(graph.forward)
 
-    backend = aot_autograd(
-        fw_compiler=lambda graph, _: make_boxed_func(graph.forward), bw_compiler=look
-    )
-    model, ids = build_model(short()), torch.arange(128).view(2, 64)
+    def compile_backward(graph, _):
+        inputs = graph.graph.find_nodes(op="placeholder")
+        gradients = [node for node in inputs if node.name.startswith("tangents")]
+        entering.append([tuple(node.meta["val"].shape) for node in gradients])
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=compile_forward, bw_compiler=compile_backward)
+    model = build_model(short())
+    ids = torch.arange(128).view(2, 64)
     torch.compile(LossOf(model), backend=backend)(input_ids=ids, labels=ids).backward()
     torch.compile(model, backend=backend)(input_ids=ids, labels=ids).loss.backward()
     assert entering == [[()], [(), (2, 64, model.config.vocab_size)]]
@@ -441,86 +478,87 @@ def test_a_model_that_has_diverged_ends_its_run_as_an_error(folder, tmp_path, mo
     monkeypatch.setattr(evaluate, "total_nats", lambda *_: math.nan)
     refused(r"text has nan nats \(the model has diverged\)", fit, spec, tmp_path, say=quiet)
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["error"]["kind"], entry["quality"]["nats"]) == (
-        "error",
-        "DataError",
-        None,
-    )
+    assert entry["status"] == "error"
+    assert entry["error"]["kind"] == "DataError"
+    assert entry["quality"]["nats"] is None
 
 
 def test_a_run_goes_on_from_a_checkpoint_and_its_tokenizer(run, folder, tmp_path):
     before = record.read_record(run)["quality"]
-    after = fit(short(data=folder, model=str(run / "model"), steps=2), tmp_path, say=quiet)[
-        "quality"
-    ]
-    assert after["n"] == before["n"] and after["nats"] < 1.5 * before["nats"]
+    spec = short(data=folder, model=str(run / "model"), steps=2)
+    after = fit(spec, tmp_path, say=quiet)["quality"]
+    assert after["n"] == before["n"]
+    assert after["nats"] < 1.5 * before["nats"]
+
+
+def test_a_folder_without_weights_will_do_where_no_score_is_measured(run, tmp_path):
     bare = shutil.copytree(run / "model", tmp_path / "bare")
     (bare / "model.safetensors").unlink()
-    refused(r"no model.safetensors, which lm-smoke needs", build_model, short(model=str(bare)))
-    build_model(resized(short(model=str(bare)), quality=False))  # random weights will do for speed
+    spec = short(model=str(bare))
+    refused(r"no model.safetensors, which lm-smoke needs", build_model, spec)
+    build_model(resized(spec, quality=False))
 
 
 def test_a_model_of_the_other_task_is_refused(run):
-    refused(
-        r"of type 'gpt2'; this lab knows bert, .* for task qa", planned, model=str(run / "model")
-    )
+    model = str(run / "model")
+    refused(r"of type 'gpt2'; this lab knows bert, .* for task qa", planned, model=model)
     refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 
-@pytest.mark.parametrize(
-    "row", "L0 L-sdpa L-adamw L-dropout L-recompute L-8bit L-lora L-qlora".split()
-)
+TRAINED = ["L0", "L-sdpa", "L-adamw", "L-dropout", "L-recompute", "L-8bit", "L-lora", "L-qlora"]
+
+
+@pytest.mark.parametrize("row", TRAINED)
 def test_a_variant_trains_what_it_says_and_saves_a_plain_model(row, tmp_path):
     spec = short(row)
     before = dict(build_model(spec).named_parameters())
+    adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
     entry = fit(spec, tmp_path, say=quiet)
-    assert entry["status"] == "ok" and entry["quality"]["nats"] > 0
+    assert entry["status"] == "ok"
     losses = losses_of(tmp_path / spec.run_path)
-    assert len(losses) == 3 and losses[0] == pytest.approx(math.log(448), abs=0.3)
-    assert ("lora_A" in " ".join(before)) == (
-        entry["model"]["params_trainable"] < entry["model"]["params_total"]
-    )
+    assert len(losses) == 3
+    assert losses[0] == pytest.approx(math.log(448), abs=0.3)
+
     path = tmp_path / spec.run_path / "model"
     plain, loading = AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
-    assert not loading["missing_keys"] and not loading["unexpected_keys"]
-    adapters = sum(parameter.numel() for name, parameter in before.items() if ".lora_" in name)
-    assert entry["model"]["params_total"] == plain.num_parameters() + adapters, (
-        "also of weights that it held in 4 bits"
-    )
-    text = tokenize_text(
-        open_text(spec.data_source, "validation"), AutoTokenizer.from_pretrained(path)
-    )
-    nats = evaluate.total_nats(plain.eval(), torch.from_numpy(text.tokens.astype("int64")), 64, 32)
+    assert not loading["missing_keys"]
+    assert not loading["unexpected_keys"]
+
+    counts = entry["model"]
+    assert (counts["params_trainable"] < counts["params_total"]) == (adapters > 0)
+    # Also of weights that it held in 4 bits.
+    assert counts["params_total"] == plain.num_parameters() + adapters
+
+    source = open_text(spec.data_source, "validation")
+    token_ids = tokenize_text(source, AutoTokenizer.from_pretrained(path)).tokens.astype("int64")
+    nats = evaluate.total_nats(plain.eval(), torch.from_numpy(token_ids), 64, 32)
     assert nats == pytest.approx(entry["quality"]["nats"], rel=1e-6)
 
 
 # Perplexity.
 
 
-def test_each_token_is_scored_once_from_enough_context():
-    for count, length, shared in (
-        (2, 8, 4),
-        (8, 8, 4),
-        (9, 8, 4),
-        (100, 8, 1),
-        (101, 8, 7),
-        (1000, 64, 32),
-    ):
-        seen = []
-        for begin, scored in evaluate.windows(count, length, shared):
-            assert scored - begin >= (shared if begin else 1)
-            seen += range(scored, min(begin + length, count))
-        assert seen == list(range(1, count))
+@pytest.mark.parametrize(
+    ("count", "length", "shared"),
+    [(2, 8, 4), (8, 8, 4), (9, 8, 4), (100, 8, 1), (101, 8, 7), (1000, 64, 32)],
+)
+def test_each_token_is_scored_once_from_enough_context(count, length, shared):
+    scored_tokens = []
+    for begin, scored in evaluate.windows(count, length, shared):
+        assert scored - begin >= (shared if begin else 1)
+        scored_tokens += range(scored, min(begin + length, count))
+    assert scored_tokens == list(range(1, count))
 
 
 def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
-    """And the perplexity per word that comes of them, too: to 1e-9 that of a plain loop over the same logits."""
+    """And the perplexity per word with them: a plain loop over the same logits is the reference."""
     torch.manual_seed(1)
-    monkeypatch.setattr(
-        evaluate, "BATCH_TOKENS", 1
-    )  # products of several windows at once round otherwise
-    model, text = build_model(short()).eval(), torch.randint(0, 400, (150,))
-    total, done = 0.0, 1
+    # Products of several windows at once round otherwise.
+    monkeypatch.setattr(evaluate, "BATCH_TOKENS", 1)
+    model = build_model(short()).eval()
+    text = torch.randint(0, 400, (150,))
+    total = 0.0
+    done = 1
     with torch.no_grad():
         for begin in (0, 32, 64, 86):
             logits = model(text[None, begin : begin + 64]).logits[0].tolist()
@@ -534,7 +572,8 @@ def test_nats_of_a_model_in_fp32_are_summed_in_double_precision(monkeypatch):
 
 
 def test_a_perplexity_that_no_float_holds_is_none():
-    assert evaluate._perplexity(800.0, 1) is None and evaluate._perplexity(1.0, 0) is None
+    assert evaluate._perplexity(800.0, 1) is None
+    assert evaluate._perplexity(1.0, 0) is None
     assert evaluate._perplexity(690.0, 1) == pytest.approx(math.exp(690))
 
 
@@ -544,31 +583,48 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
     model = build_model(short(model=f"gpt2:L2H64V400P{positions}", max_length=4)).eval()
     with torch.no_grad():
         (said,) = evaluate.continuations(model, tokenizer, [("the river runs " * 30, "to the sea")])
-    assert said["text"] == "to the sea" and isinstance(said["continuation"], str)
+    assert said["text"] == "to the sea"
+    assert isinstance(said["continuation"], str)
 
 
-# Report.
+STRIDES = [
+    ("A1", "sizing", {128: 42, 129: 43, 255: 85, 256: 128, 512: 128}),
+    ("L1", "lm-sizing", {96: 32, 128: 64, 16_384: 64}),
+]
 
 
-def test_neighbours_of_a_short_length_share_a_third_of_it():
-    """Of lengths for which the preset's own would be more than half; the others keep it, and their runs their names."""
-    questions, text = {128: 42, 129: 43, 255: 85, 256: 128, 512: 128}, {96: 32, 128: 64, 16_384: 64}
-    for row, preset, strides in (("A1", "sizing", questions), ("L1", "lm-sizing", text)):
-        assert {
-            length: lengthened(row, preset, length).preset.stride for length in strides
-        } == strides
+@pytest.mark.parametrize(("row", "preset", "strides"), STRIDES)
+def test_neighbours_of_a_short_length_share_a_third_of_it(row, preset, strides):
+    """Where the preset's own stride would be more than half; other lengths keep it."""
+    for length, stride in strides.items():
+        assert lengthened(row, preset, length).preset.stride == stride
 
 
-def test_a_word_without_end_is_learnt_from_in_pieces(tmp_path):
-    """400,000 letters without a blank took 34 s, in which no signal was heard."""
-    chance = random.Random(0)
-    letters = "".join(chance.choice("abcdefghijklmnop") for _ in range(200_000))
-    for line in (letters, " " * 80_000, f"short  {letters[:2500]} words\n", "no long word\n"):
-        pieces = tokens._pieces(line)
-        parts = [part for piece in pieces for part in re.findall(r"\s+|\S+", piece)]
-        assert "".join(pieces) == line and max(map(len, parts)) <= tokens.LONGEST
+# Words without end.
+
+
+LETTERS = "".join(random.Random(0).choices("abcdefghijklmnop", k=200_000))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [LETTERS, " " * 80_000, f"short  {LETTERS[:2500]} words\n", "no long word\n"],
+    ids=["letters", "blanks", "a long word", "short words"],
+)
+def test_a_line_is_cut_into_pieces_without_long_words(line):
+    pieces = tokens._pieces(line)
+    words = [word for piece in pieces for word in re.findall(r"\s+|\S+", piece)]
+    assert "".join(pieces) == line
+    assert max(map(len, words)) <= tokens.LONGEST
+
+
+def test_a_line_of_short_words_is_one_piece():
     assert tokens._pieces("no long word\n") == ["no long word\n"]
-    (tmp_path / "train.txt").write_text(letters + "\n" + " " * 80_000)
+
+
+def test_a_word_without_end_is_learnt_from_within_seconds(tmp_path):
+    """400,000 letters without a blank took 34 s, in which no signal was heard."""
+    (tmp_path / "train.txt").write_text(LETTERS + "\n" + " " * 80_000)
     begin = time.process_time()
     learn_tokenizer(open_text(tmp_path / "train.txt", "train"), 512)
     assert time.process_time() - begin < 4

@@ -1,4 +1,7 @@
-"""A decoder's fused training pass, its loss in parts and the plain rivals: transformers' model is the reference."""
+"""A decoder's fused training pass, its loss in parts, and the plain rivals.
+
+transformers' own model is the reference.
+"""
 
 import dataclasses
 import itertools
@@ -9,10 +12,10 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Be
 
 from qa_lib.kernels import linear_cross_entropy as lce
 from qa_lib.model import fused_blocks as blocks
-from qa_lib.model.build import apply_recipe, build_model
+from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
-from qa_lib.spec.variants import VARIANTS, Settings, find_recipe
+from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
 from tests.kernels import DEVICE, relative, with_gradients
@@ -55,6 +58,13 @@ def losses_and_gradients(run, model, inputs):
     }
 
 
+def assert_same(found: dict, wanted: dict) -> None:
+    """Hold a loss and gradients to others, which may have more of them."""
+    torch.testing.assert_close(found.pop("loss"), wanted["loss"], rtol=1e-6, atol=0)
+    shared = {name: wanted[name] for name in found}
+    torch.testing.assert_close(found, shared, rtol=1e-4, atol=1e-6)
+
+
 @pytest.fixture
 def windows():
     ids = torch.randint(96, (3, 24), generator=torch.Generator().manual_seed(1))
@@ -65,25 +75,29 @@ def windows():
 def test_the_fused_pass_is_transformers_own(windows, variant):
     native, fused = decoder(), with_fused_pass(decoder(), variant)
     blocks.use_sigmoid_gelu(fused)
-    wanted, found = (
-        losses_and_gradients(LossOf(model), model, windows) for model in (native, fused)
-    )
-    in_parts = losses_and_gradients(ChunkedLossOf(other := decoder()), other, windows)
-    for each in (found, in_parts):
-        torch.testing.assert_close(each.pop("loss"), wanted["loss"], rtol=1e-6, atol=0)
-        torch.testing.assert_close(
-            each, {name: wanted[name] for name in each}, rtol=1e-4, atol=1e-6
-        )
-    native.eval(), fused.eval()
+    wanted = losses_and_gradients(LossOf(native), native, windows)
+    found = losses_and_gradients(LossOf(fused), fused, windows)
+    assert_same(found, wanted)
+    native.eval()
+    fused.eval()
     assert fused.state_dict().keys() >= native.state_dict().keys()
     torch.testing.assert_close(
         fused(windows["input_ids"]).logits, native(windows["input_ids"]).logits
     )
 
 
+def test_the_loss_in_parts_is_transformers_own(windows):
+    native = decoder()
+    in_parts = decoder()
+    wanted = losses_and_gradients(LossOf(native), native, windows)
+    found = losses_and_gradients(ChunkedLossOf(in_parts), in_parts, windows)
+    assert_same(found, wanted)
+
+
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, variant):
-    fused, losses = with_fused_pass(decoder(0.5), variant), []
+    fused = with_fused_pass(decoder(0.5), variant)
+    losses = []
     for added in (0, 0, 1):
         for module in fused.modules():
             if hasattr(module, "seed"):
@@ -93,16 +107,17 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
     assert losses[0] == losses[1] != losses[2]
 
 
-def test_what_calls_layers_one_by_one_or_adapts_those_that_are_fused_is_refused():
-    refused("take attention 'sdpa", blocks.check_fused_decoder, Settings(attention="eager"))
-    refused(
-        "take parallel 'none",
-        blocks.check_fused_decoder,
-        Settings(attention="sdpa", parallel="fsdp2"),
-    )
-    model = decoder()
-    blocks.use_sigmoid_gelu(model)
-    refused("gelu 'exact'", apply_recipe, model, find_recipe("lora-all"))
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"attention": "eager"}, "norms 'fused' of a decoder take attention 'sdpa' or"),
+        ({"parallel": "zero1-overlap"}, "norms 'fused' of a decoder take parallel 'none', "),
+        ({"trainable": "lora-all"}, "adapters of a decoder take norms 'native' and gelu 'exact'"),
+    ],
+)
+def test_what_calls_or_adapts_layers_one_by_one_is_refused_with_fused_ones(change, why):
+    spec = planned("L-norm", "lm-smoke", settings={"precision": "bf16"} | change)
+    refused(f"L-norm does not fit gpt2: {why}", build_model, spec)
 
 
 @pytest.mark.triton
@@ -195,7 +210,7 @@ def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch)
 
 
 def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(windows):
-    """Which no replay of a CUDA graph writes over; of one micro-batch they are given back after each step."""
+    """No replay of a CUDA graph writes over it. Those of one micro-batch are given back each step."""
     peer = GPT2(decoder(), 0.0)
     step = PlainStep(peer, "fp32", "none", rate=0.0)
     step([windows])

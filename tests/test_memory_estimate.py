@@ -20,7 +20,7 @@ from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.records import record
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.conftest import slow
 from tests.material import committed, refused
 from tests.tiny import planned

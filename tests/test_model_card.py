@@ -15,7 +15,7 @@ from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.model.build import build_model, save_model
 from qa_lib.records import record
 from qa_lib.run import fit
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import refused
 from tests.tiny import planned
 

@@ -22,8 +22,8 @@ from setuptools import find_packages
 from qa_lib import packages
 from qa_lib.model import build, qat
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine
-from qa_lib.spec.variants import TASKS
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.tasks import TASKS
 from tests.material import ROOT, python, refused
 from tests.tiny import planned
 
@@ -86,9 +86,9 @@ def test_the_package_has_all_its_folders_and_the_reference_records():
         [*find_packages(str(ROOT), include=["qa_lib*"]), "qa_lib.files"]
     )
     files = PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]
-    groups = {task["reference"] for task in TASKS.values()}
+    groups = {task.reference for task in TASKS.values()}
     assert {f"runs/{group}.jsonl" for group in groups} <= set(files)
-    assert f"figures/{TASKS['qa']['reference']}/ladder.png" in files
+    assert f"figures/{TASKS['qa'].reference}/ladder.png" in files
     assert [name for name in files if not list(ROOT.glob(name))] == []
 
 
@@ -414,10 +414,11 @@ from qa_lib.lab import quickstart
 from qa_lib.records.archive import read_runs
 from qa_lib.lab.search.history import COMMITTED
 from qa_lib.lab.sweep import notebook_of
-from qa_lib.spec.variants import FAMILIES, TASKS, find_family
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import FAMILIES, find_family
 assert not paths.IS_CHECKOUT
 for task in TASKS.values():
-    assert read_runs(COMMITTED, task["reference"])
+    assert read_runs(COMMITTED, task.reference)
 for letter in FAMILIES:
     assert (paths.ROOT / notebook_of(find_family(letter)[0])).is_file()
 assert (paths.ROOT / "notebooks" / "report.ipynb").is_file()

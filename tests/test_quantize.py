@@ -24,7 +24,7 @@ from qa_lib.records.record import SCORING, RunTaken, lock, read_document, read_r
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.fit import fit
 from qa_lib.score.predict import answering_device, load_qa_model
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.material import change_record, edited, refused, squad_folder
 from tests.tiny import planned, quiet
 

@@ -10,8 +10,8 @@ from qa_lib.lab import sweep
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.sweep import notebook_parameters
 from qa_lib.run.plan import plan
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
-from qa_lib.spec.spec import Machine
 from tests.material import leave, refused
 from tests.tiny import CPU, checkpoint
 

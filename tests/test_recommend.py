@@ -27,8 +27,11 @@ from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run import fit
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, resolve
-from qa_lib.spec.variants import TASKS, VARIANTS, find_recipe
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.recipes import find_recipe
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.step_log import StepFailed
 from tests import small  # noqa: F401, which has the preset
 from tests.conftest import slow
@@ -220,7 +223,7 @@ def test_without_nvml_all_memory_counts_as_free(monkeypatch):
 
 
 def test_variants_to_choose_from_are_in_the_order_of_their_speeds():
-    names = TASKS["qa"]["on_gpu"]
+    names = TASKS["qa"].on_gpu
     usual = evidence.usual_conditions(evidence.select(committed(), evidence.REFERENCE))
     of_one_size = usual[usual["micro_batch"] == 32]
     speeds = of_one_size.groupby("spec.variant")["speed.samples_per_s"].mean()
@@ -229,22 +232,22 @@ def test_variants_to_choose_from_are_in_the_order_of_their_speeds():
 
 def test_variants_to_choose_from_score_as_the_baseline_does():
     judged = evidence.usual_conditions(evidence.judging_runs(committed(), evidence.REFERENCE))
-    tested = equivalence(judged).reindex(TASKS["qa"]["on_gpu"]).drop(index=BASELINE)
+    tested = equivalence(judged).reindex(TASKS["qa"].on_gpu).drop(index=BASELINE)
     assert (tested["best_delta"] >= -MARGIN).all()
 
 
 def test_variants_of_a_language_model_are_in_the_order_of_their_speeds():
     """Those that any GPU runs, and then those for the older ones."""
-    runs = evidence.select(committed(), TASKS["lm"]["reference"])
+    runs = evidence.select(committed(), TASKS["lm"].reference)
     speeds = runs.groupby("spec.variant")["speed.samples_per_s"].mean()
-    names = TASKS["lm"]["on_gpu"]
+    names = TASKS["lm"].on_gpu
     assert speeds[names[:3]].is_monotonic_decreasing
     assert speeds[names[3:]].is_monotonic_decreasing
 
 
 @pytest.mark.parametrize("task", TASKS)
 def test_variants_to_choose_from_are_of_their_task_and_train_all_weights(task):
-    for name in {*TASKS[task]["on_gpu"], *TASKS[task]["on_cpu"]}:
+    for name in {*TASKS[task].on_gpu, *TASKS[task].on_cpu}:
         assert VARIANTS[name].task == task
         assert find_recipe(VARIANTS[name].settings.trainable).kind == "all"
 
@@ -339,7 +342,7 @@ def test_where_every_variant_has_failed_none_is_known(failed_twice):
             leave_end(spec, failed_twice, "error", "RuntimeError")
     of_two_sizes = 1  # of the first
     failed = history.failed_records(unchosen(H100), failed_twice)
-    assert len(failed) == len(TASKS["qa"]["on_gpu"]) + of_two_sizes
+    assert len(failed) == len(TASKS["qa"].on_gpu) + of_two_sizes
 
 
 def test_a_failure_counts_for_the_model_that_had_it(tmp_path):

@@ -20,8 +20,9 @@ from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.notebook import advice, family_table
 from qa_lib.records.archive import read_runs, write_archive
 from qa_lib.records.record import DEFAULT_PRESET
-from qa_lib.spec.spec import resolve
-from qa_lib.spec.variants import RECOMMENDED, TASKS, VARIANTS
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 from tests.material import ROOT, committed, leave, refused, write
 from tests.tiny import CPU, H200
 
@@ -170,7 +171,7 @@ def test_a_familys_table_has_no_speeds_of_a_cpu(runs):
 def test_cards_that_people_have_get_what_recommended_takes():
     table = readme.cards_table().set_index("card")
     assert table.loc["T4", ["variant", "micro-batch"]].tolist() == ["E-t4-norm", "32"]
-    assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"]["on_gpu"][:2])
+    assert set(table.drop(index="T4")["variant"]) <= set(TASKS["qa"].on_gpu[:2])
     assert set(table["micro-batch"][:-1]) == {"32"} and int(table["micro-batch"].iloc[-1]) < 32
 
 

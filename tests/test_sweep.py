@@ -25,7 +25,7 @@ from qa_lib.lab.launch.process import call, child_env, spec_from
 from qa_lib.measure.hardware import this_machine
 from qa_lib.records import record
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests import small, warm
 from tests.conftest import slow
 from tests.material import ROOT, change_record, edited, leave, python, refused, wait_for

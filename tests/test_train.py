@@ -11,7 +11,8 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
-from qa_lib.spec.variants import VARIANTS, Settings
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale

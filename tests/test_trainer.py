@@ -15,7 +15,7 @@ from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
 from qa_lib.run import fit as fitting
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from qa_lib.train import trainer
 from tests.material import refused
 from tests.tiny import planned, quiet, steps_of, trained

@@ -1,107 +1,169 @@
+"""Variants, presets and specs: what a run is, what names it, and what a machine makes of it."""
+
 import dataclasses
 import itertools
 import json
 import re
-from pathlib import Path
 
 import pytest
 
+from qa_lib.errors import SpecError
 from qa_lib.lab import sweep
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.figures import fig_ladder
 from qa_lib.lab.report.notebook import describe
 from qa_lib.lab.report.readme import headline_table
+from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import read_runs
 from qa_lib.run.plan import plan
-from qa_lib.spec import variants
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS, Preset
-from qa_lib.spec.spec import Machine, Spec, missing
-from qa_lib.spec.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
-from tests.material import refused, table
+from qa_lib.spec.recipes import RECIPES
+from qa_lib.spec.rules import missing, since
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import FAMILIES, VARIANTS, Variant, find_variant
+from tests.material import refused
 from tests.test_report import make
 from tests.tiny import CPU, H200, planned
 
-PACKAGE = Path(variants.__file__).parent.parent
+BARE = Machine()
 PAIR = dataclasses.replace(H200, gpus=2)
-MACHINES = {
-    "cpu": CPU,
-    "gpu": H200,
-    "pair": PAIR,
-    "deepspeed": dataclasses.replace(PAIR, deepspeed=True),
-}
-MACHINES["bare"] = Machine()
+
+# The table of variants.
 
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda variant: variant.name)
 def test_a_variant_is_its_parent_and_one_change(variant):
-    assert (
-        variant.family in FAMILIES and variant.why.endswith((".", "?")) and "\n" not in variant.why
-    )
     if variant.parent is None:
-        assert (variant.name, variant.settings) == ("A1", Settings())
+        assert variant.name == "A1"
+        assert variant.settings == Settings()
         return
-    parent, own = (
-        dataclasses.asdict(VARIANTS[name].settings) for name in (variant.parent, variant.name)
-    )
-    assert {key for key in own if own[key] != parent[key]} == set(variant.change) and len(
-        variant.change
-    ) == 1
+    own = dataclasses.asdict(variant.settings)
+    parents = dataclasses.asdict(VARIANTS[variant.parent].settings)
+    assert {name for name in own if own[name] != parents[name]} == variant.change.keys()
+    assert len(variant.change) == 1
     assert own["trainable"] in RECIPES
 
 
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=lambda variant: variant.name)
+def test_a_variant_has_a_family_and_says_why_in_a_sentence(variant):
+    assert variant.family in FAMILIES
+    assert variant.why.endswith((".", "?"))
+    assert "\n" not in variant.why
+
+
 def test_no_two_variants_are_the_same_run():
-    assert len({(variant.task, variant.settings) for variant in VARIANTS.values()}) == len(VARIANTS)
+    runs = {(variant.task, variant.settings) for variant in VARIANTS.values()}
+    assert len(runs) == len(VARIANTS)
 
 
-def test_hash_follows_everything_that_defines_a_run_and_nothing_else(monkeypatch):
-    base, gpu, before = planned(), planned(machine=H200), planned("B1").hash
-    usual = planned(learning_rate=PRESETS["smoke"].learning_rate)
-    same = base, planned(), gpu, usual, planned(epochs=0, learning_rate=0.0)
+MISSPELT = [
+    ({"atention": "sdpa"}, "variant X: .*atention"),
+    ({"attention": "sdap"}, "unknown attention 'sdap'; did you mean 'sdpa'?"),
+    ({"padding": "packed"}, "padding 'packed' and attention 'eager' do not go together"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), MISSPELT)
+def test_a_line_with_a_change_that_cannot_be_is_an_error(change, message):
+    variant = Variant("X", parent="A1", why="?", **change)
+    with pytest.raises(SpecError, match=message):
+        _ = variant.settings
+
+
+def test_a_line_with_a_tag_that_does_not_exist_is_an_error():
+    refused("variant X: unknown tag 'laddder'", Variant, "X", why="?", tags=("laddder",))
+
+
+def test_recommended_is_the_tasks_baseline_until_it_is_chosen():
+    assert find_variant("recommended").name == "A1"
+    assert find_variant("recommended", "lm").name == "L1"
+    refused("unknown variant 'A11'; did you mean 'A1'", find_variant, "A11")
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_a_task_speaks_of_variants_and_scores_that_exist(task):
+    for name in [task.baseline, *task.on_gpu, *task.on_cpu]:
+        assert VARIANTS[name].task == task.name
+    scores = set(task.scoring.scores)
+    assert {task.scoring.metric, task.tuned_by, *task.card.metrics, *task.official} <= scores
+
+
+# What names a run.
+
+
+def test_the_same_run_by_other_words_has_the_same_hash():
+    base = planned()
+    usual_rate = PRESETS["smoke"].learning_rate
+    same = [
+        planned(machine=H200),
+        planned(learning_rate=usual_rate),
+        planned(epochs=0, learning_rate=0.0),
+    ]
     assert {spec.hash for spec in same} == {base.hash}
-    words = (
+
+
+def test_everything_that_defines_a_run_is_in_its_hash():
+    changes = [
+        {},
         {"seeds": [1]},
         {"micro_batch": 16},
         {"data": "synthetic:80"},
         {"epochs": 2},
         {"learning_rate": 1e-3},
-    )
-    others = [planned(**more) for more in (*words, {"epochs": 2, "learning_rate": 1e-3})]
-    others += map(planned, ("A2", "E-dropout", "E-dropout-moments", "E-recompute-elementwise"))
-    assert len({spec.hash for spec in (base, *others)}) == 1 + len(others)
-    assert (base.run_id, base.group, gpu.group) == (
-        f"A1-s0-{base.hash[:6]}",
-        "cpu-smoke",
-        "h200-smoke",
-    )
+        {"epochs": 2, "learning_rate": 1e-3},
+    ]
+    specs = [planned(**change) for change in changes]
+    specs += map(planned, ("A2", "E-dropout", "E-dropout-moments", "E-recompute-elementwise"))
+    assert len({spec.hash for spec in specs}) == len(specs)
+
+
+def test_a_recipes_numbers_are_in_the_hash_and_not_its_name_alone(monkeypatch):
+    before = planned("B1").hash
     monkeypatch.setitem(RECIPES, "lora-qv", dataclasses.replace(RECIPES["lora-qv"], rank=9))
-    assert planned("B1").hash != before, "the same name for another recipe"
+    assert planned("B1").hash != before
 
 
-def test_a_number_of_epochs_of_ones_own_takes_the_place_of_steps_and_a_rate_is_below_1():
-    own = planned(epochs=2).preset
-    assert (own.steps, own.epochs) == (None, 2)
-    for rate in (-1.0, 1.0, float("nan")):
-        refused("is not between 0 and 1", planned, learning_rate=rate)
+def test_a_run_is_named_by_variant_seed_and_hash_and_its_group_by_hardware_and_preset():
+    spec = planned()
+    assert spec.run_id == f"A1-s0-{spec.hash[:6]}"
+    assert spec.group == "cpu-smoke"
+    assert planned(machine=H200).group == "h200-smoke"
+
+
+def test_a_number_of_epochs_of_ones_own_takes_the_place_of_steps():
+    preset = planned(epochs=2).preset
+    assert (preset.steps, preset.epochs) == (None, 2)
+
+
+@pytest.mark.parametrize("rate", [-1.0, 1.0, float("nan")])
+def test_a_learning_rate_is_between_0_and_1(rate):
+    refused("is not between 0 and 1", planned, learning_rate=rate)
 
 
 def spec_of_record(entry: dict) -> Spec:
-    """The spec that a committed run's record was made of, its settings from the table of today."""
+    """Return the spec that a committed run's record was made of, by the variants of today."""
     kept = entry["spec"]
-    chosen = ("micro_batch", "trainable") if kept["search"] == "tune" else ("micro_batch",)
-    row = dataclasses.replace(
-        VARIANTS[kept["variant"]].settings, **{name: kept["settings"][name] for name in chosen}
-    )
-    same = {name: kept[name] for name in ("variant", "seed", "hardware", "world")} | {
-        "stages": kept["stages"] or 1
-    }
-    same |= {
-        "data": {key: entry["data"][key] for key in ("name", "sha256")},
-        "data_source": "",
-        "model_source": "",
-    }
-    same |= {"model": {key: entry["model"][key] for key in ("name", "revision")}}
+    searched = ("micro_batch", "trainable") if kept["search"] == "tune" else ("micro_batch",)
+    own = {name: kept["settings"][name] for name in searched}
+    settings = dataclasses.replace(VARIANTS[kept["variant"]].settings, **own)
     return Spec(
-        **same, asked=row, settings=row, adjusted=[], skip=None, preset=Preset(**kept["preset"])
+        variant=kept["variant"],
+        preset=Preset(**kept["preset"]),
+        seed=kept["seed"],
+        asked=settings,
+        settings=settings,
+        adjusted=[],
+        skip=None,
+        hardware=kept["hardware"],
+        data={key: entry["data"][key] for key in ("name", "sha256")},
+        model={key: entry["model"][key] for key in ("name", "revision")},
+        data_source="",
+        model_source="",
+        world=kept["world"],
+        stages=kept["stages"] or 1,
     )
 
 
@@ -109,172 +171,221 @@ def spec_of_record(entry: dict) -> Spec:
 def evidence():
     """The committed runs, none of which may be broken; a test fails where there are none."""
     broken = []
-    found = read_runs(PACKAGE.parent / "runs", left_out=lambda *problem: broken.append(problem))
-    committed = [run.record for run in found if run.archive]
-    assert len(committed) >= 1_200 and not broken
+    runs = read_runs(PACKAGE.parent / "runs", left_out=lambda *problem: broken.append(problem))
+    committed = [run.record for run in runs if run.archive]
+    assert broken == []
+    assert len(committed) >= 1_200
     return committed
 
 
 def test_every_committed_run_keeps_its_name(evidence):
     """Each committed record is read, and its run's id made anew from the table of variants."""
+    names = set()
     for entry in evidence:
         spec = spec_of_record(entry)
         assert (spec.group, spec.run_id) == (entry["group"], entry["run_id"])
-    assert len({(entry["group"], entry["run_id"]) for entry in evidence}) == len(evidence)
+        names.add((spec.group, spec.run_id))
+    assert len(names) == len(evidence)
+
+
+# The dataclasses of tomorrow: one more field each, whose default means what was so before.
+WiderSettings = dataclasses.make_dataclass(
+    "Settings", [("offload", str, "none")], bases=(Settings,), frozen=True
+)
+WiderPreset = dataclasses.make_dataclass(
+    "Preset", [("replicas", int, 1)], bases=(Preset,), frozen=True, kw_only=True
+)
+
+
+@pytest.fixture
+def tomorrow(monkeypatch):
+    """A function from a spec to the same one with the dataclasses of tomorrow, and new fields."""
+    monkeypatch.setattr("qa_lib.spec.spec.Settings", WiderSettings)
+    monkeypatch.setattr("qa_lib.spec.spec.Preset", WiderPreset)
+
+    def of(today: Spec, settings: dict | None = None, preset: dict | None = None) -> Spec:
+        asked = WiderSettings(**dataclasses.asdict(today.asked), **settings or {})
+        wider = WiderPreset(**dataclasses.asdict(today.preset), **preset or {})
+        return dataclasses.replace(today, asked=asked, preset=wider)
+
+    return of
 
 
 def test_a_new_field_whose_default_means_what_was_before_renames_no_committed_run(
-    evidence, monkeypatch
+    evidence, tomorrow
 ):
-    """The dataclasses of tomorrow: one more field each."""
-    wider = dataclasses.make_dataclass(
-        "Settings", [("offload", str, "none")], bases=(Settings,), frozen=True
-    )
-    grown = dataclasses.make_dataclass(
-        "Preset", [("replicas", int, 1)], bases=(Preset,), frozen=True, kw_only=True
-    )
-    monkeypatch.setattr("qa_lib.spec.spec.Settings", wider)
-    monkeypatch.setattr("qa_lib.spec.spec.Preset", grown)
-
-    def tomorrow(today, settings=None, preset=None):
-        asked = wider(**dataclasses.asdict(today.asked), **settings or {})
-        return dataclasses.replace(
-            today, asked=asked, preset=grown(**dataclasses.asdict(today.preset), **preset or {})
-        )
-
     for entry in evidence[::10]:
         assert tomorrow(spec_of_record(entry)).run_id == entry["run_id"]
+
+
+def test_a_new_field_with_another_value_renames_a_run(evidence, tomorrow):
     today = spec_of_record(evidence[0])
-    others = [tomorrow(today, {"offload": "cpu"}), tomorrow(today, None, {"replicas": 2})]
-    assert (
-        len(
-            {
-                today.hash,
-                *(other.hash for other in others),
-                dataclasses.replace(today, world=2).hash,
-            }
-        )
-        == 4
-    )
+    specs = [
+        today,
+        tomorrow(today, settings={"offload": "cpu"}),
+        tomorrow(today, preset={"replicas": 2}),
+        dataclasses.replace(today, world=2),
+    ]
+    assert len({spec.hash for spec in specs}) == len(specs)
 
 
-@pytest.mark.parametrize(
-    ("variant", "machine", "without", "capability", "reason"), table("skipped")
-)
-def test_what_a_machine_lacks_skips_the_variant_with_the_reason(
-    variant, machine, without, capability, reason
-):
-    changes = dict.fromkeys(without.split(), False) | (
-        {"sm": int(capability)} if capability else {}
-    )
-    said = planned(variant, machine=dataclasses.replace(MACHINES[machine], **changes)).skip
-    assert reason in said if reason else said is None
+# What a machine makes of a variant.
+
+SKIPPED = [
+    ("D1-cudagraphs", CPU, {}, "CUDA"),
+    ("D1-cudagraphs", H200, {}, None),
+    ("D1-nvfuser", H200, {}, "nvfuser"),
+    ("D1", CPU, {}, None),
+    ("A4", CPU, {"compiler": False}, "C++ compiler"),
+    ("C1", CPU, {"bitsandbytes": False}, "bitsandbytes"),
+    ("P0-deepspeed", PAIR, {}, "needs the package deepspeed"),
+    ("P0-deepspeed", PAIR, {"deepspeed": True}, None),
+    ("P0-polled", CPU, {}, "CUDA"),
+    ("P0-polled", PAIR, {}, None),
+    ("A2", BARE, {}, None),
+    ("E-varlen", H200, {"sm": 75}, "8.0 or newer"),
+    ("E-norm", H200, {"compiler": False}, "Triton"),
+    ("E-t4-norm", H200, {"sm": 70}, "7.5 or newer"),
+    ("E-t4-norm", H200, {"sm": 75}, None),
+    ("E-packed-efficient", CPU, {}, "CUDA"),
+    ("E-graph", CPU, {}, None),
+]
 
 
-def test_a_variant_says_from_which_generation_it_runs():
-    assert "On a GPU it takes compute capability 8.0 or newer." in describe(
-        planned("E-varlen", machine=H200)
-    )
-    for name, since in {
-        "A1": None,
-        "A3": 70,
-        "E-t4-masters": 75,
-        "E-dropout": 80,
-        "E-dropout-fp8": 89,
-    }.items():
-        older = dataclasses.replace(H200, sm=(since or 80) - 1, compiler=(since or 80) > 70)
-        assert variants.since(VARIANTS[name].settings) == since, name
-        assert bool(missing(VARIANTS[name].settings, older)) == bool(since), name
+@pytest.mark.parametrize(("variant", "machine", "changes", "reason"), SKIPPED)
+def test_what_a_machine_lacks_skips_the_variant_with_the_reason(variant, machine, changes, reason):
+    skip = planned(variant, machine=dataclasses.replace(machine, **changes)).skip
+    if reason is None:
+        assert skip is None
+    else:
+        assert reason in skip
+
+
+SINCE = {"A1": None, "A3": 70, "E-t4-masters": 75, "E-dropout": 80, "E-dropout-fp8": 89}
+
+
+@pytest.mark.parametrize("name", SINCE)
+def test_a_variant_says_from_which_generation_it_runs(name):
+    settings = VARIANTS[name].settings
+    assert since(settings) == SINCE[name]
+    capability = (SINCE[name] or 80) - 1
+    older = dataclasses.replace(H200, sm=capability, compiler=capability >= 70)
+    assert (missing(settings, older) is None) == (SINCE[name] is None)
+
+
+def test_our_attention_takes_a_newer_gpu_than_our_other_kernels():
     in_fp16 = dataclasses.replace(VARIANTS["E-norm"].settings, precision="fp16")
     assert "GEMMs in Triton" in missing(in_fp16, dataclasses.replace(H200, sm=75))
 
 
-def test_presets_are_sound():
-    for preset in PRESETS.values():
-        assert (preset.steps is None) != (preset.epochs is None)
-        assert (preset.batch or Settings().micro_batch) % Settings().micro_batch == 0
-        assert 0 < preset.stride < preset.max_length <= {"qa": 512, "lm": 1024}[preset.task]
+def test_a_notebook_says_which_generation_a_variant_takes():
+    said = describe(planned("E-varlen", machine=H200))
+    assert "On a GPU it takes compute capability 8.0 or newer." in said
 
 
-def test_a_new_variant_is_a_line_of_the_table(monkeypatch, tmp_path, typed):
-    """It is listed, planned, swept and, by its tags, shown; what a test of settings makes of its values, test_settings
-    says."""
-    mine = Variant(
+# Presets.
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_a_preset_is_sound(preset):
+    assert (preset.steps is None) != (preset.epochs is None)
+    micro_batch = Settings().micro_batch
+    assert (preset.batch or micro_batch) % micro_batch == 0
+    longest = {"qa": 512, "lm": 1024}[preset.task]
+    assert 0 < preset.stride < preset.max_length <= longest
+
+
+WRONG_VALUES = [
+    ({"steps": 1.5}, "steps is '1.5', and not a whole number"),
+    ({"stride": -1}, "stride is '-1', and not a whole number from 0"),
+    ({"max_length": None}, "max_length is 'None', and not a whole number"),
+    ({"learning_rate": "fast"}, "learning_rate is 'fast', and not a number"),
+    ({"learning_rate": True}, "learning_rate is 'True', and not a number"),
+    ({"quality": 1}, "quality is '1', and not True or False"),
+    ({"model": 3}, "model is '3', and not a text"),
+]
+
+
+@pytest.mark.parametrize(("values", "message"), WRONG_VALUES)
+def test_a_preset_has_values_of_its_types(values, message):
+    refused(message, Preset, name="own", **values)
+
+
+# A new variant.
+
+
+@pytest.fixture
+def mine(monkeypatch):
+    """A new line of the table."""
+    variant = Variant(
         "E-mine",
-        "E-moments",
-        {"activation_checkpointing": True},
-        "Least memory.",
-        ("ladder", "headline"),
+        parent="E-moments",
+        activation_checkpointing=True,
+        why="Least memory.",
+        tags=("ladder", "headline"),
     )
-    monkeypatch.setitem(VARIANTS, mine.name, mine)
-    monkeypatch.setattr(sweep, "probe", lambda: (H200, {}))
-    assert re.search(
-        r"\nE-mine +E-moments +8.0 +activation_.* = True\n    Least memory", typed("variants")
-    )
+    monkeypatch.setitem(VARIANTS, variant.name, variant)
+    return variant
+
+
+def test_a_new_variant_is_listed(mine, typed):
+    row = r"\nE-mine +E-moments +8.0 +activation_checkpointing = True\n    Least memory"
+    assert re.search(row, typed("variants"))
     listed = {row["name"]: row for row in json.loads(typed("variants --json"))}
-    assert (
-        list(listed) == list(VARIANTS)
-        and listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
-    )
-    for words in ("", "--family E"):
-        said = typed(f"sweep --plan --preset smoke --runs {tmp_path} {words}")
-        assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
+    assert list(listed) == list(VARIANTS)
+    assert listed["E-mine"]["change"] == {"activation_checkpointing": True}
+    assert listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
+
+
+@pytest.mark.parametrize("words", ["", "--family E"])
+def test_a_new_variant_is_swept(words, mine, monkeypatch, tmp_path, typed):
+    monkeypatch.setattr(sweep, "probe", lambda: (H200, {}))
+    said = typed(f"sweep --plan --preset smoke --runs {tmp_path} {words}")
+    assert re.search(r"\nh200-smoke/E-mine-s0-\w{6} +run\n", said)
+
+
+def test_a_new_variant_is_shown_where_its_tags_say(mine, tmp_path):
     for name in ("A1", "A2", mine.name):
         make(tmp_path, name)
     runs = select(load_runs(tmp_path), "cpu-smoke")
     bars = [label.get_text() for label in fig_ladder(runs).axes[0].get_yticklabels()]
-    assert bars[-1] == "E-mine: Least memory." and list(headline_table(runs, runs)["variant"]) == [
-        "A1",
-        "E-mine",
-    ]
+    assert bars[-1] == "E-mine: Least memory."
+    assert list(headline_table(runs, runs)["variant"]) == ["A1", "E-mine"]
 
 
 # Several sizes of a variant, as a sweep takes them.
 
 
 def test_lists_of_sizes_are_tried_in_every_combination():
-    specs = plan(
-        ["A1", "A2"],
-        "sizing",
-        [0],
-        "synthetic:40",
-        "tiny",
-        [8, 32],
-        H200,
-        max_length=[128, 384, 128],
-    )
-    found = [(spec.preset.max_length, spec.asked.micro_batch, spec.variant) for spec in specs]
-    assert found == [*itertools.product((128, 384), (8, 32), ("A1", "A2"))]
-    (one,) = plan(["A1"], "sizing", [0], "synthetic:40", "tiny", 32, H200)
-    assert one.hash in {spec.hash for spec in specs} and len({spec.hash for spec in specs}) == 8
+    sizes = {"max_length": [128, 384, 128], "micro_batch": [8, 32]}
+    specs = plan(["A1", "A2"], "sizing", data="synthetic:40", model="tiny", machine=H200, **sizes)
+    tried = [(spec.preset.max_length, spec.asked.micro_batch, spec.variant) for spec in specs]
+    assert tried == [*itertools.product((128, 384), (8, 32), ("A1", "A2"))]
+    assert len({spec.hash for spec in specs}) == 8
+
+
+def test_a_size_in_a_list_is_the_same_run_as_the_size_alone():
+    words = {"data": "synthetic:40", "model": "tiny", "machine": H200}
+    listed = plan(["A1"], "sizing", micro_batch=[8, 32], **words)
+    (alone,) = plan(["A1"], "sizing", micro_batch=32, **words)
+    assert alone.hash in {spec.hash for spec in listed}
 
 
 def test_sizes_that_do_not_go_together_are_left_out_where_others_remain():
     left_out = []
-    sizes = {
-        "micro_batch": [8, 16],
-        "batch": [8, 32],
-        "world": [1, 2],
-        "machine": CPU,
-        "left_out": left_out,
-    }
-    found = plan(["A1"], "smoke", **sizes)
-    assert [(spec.asked.micro_batch, spec.preset.batch) for spec in found] == [
-        (8, 8),
-        (8, 32),
-        (16, 32),
-    ]
-    assert (
-        len(left_out) == 2
-        and "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
-    )
-    refused(
-        "micro-batch 5 does not divide",
-        plan,
-        ["A1", "A2"],
-        "smoke",
-        micro_batch=[5, 7],
-        machine=CPU,
-        left_out=[],
-    )
-    refused("micro-batch 5 does not divide", plan, ["A1"], "smoke", micro_batch=[5, 8], machine=CPU)
+    sizes = {"micro_batch": [8, 16], "batch": [8, 32], "world": [1, 2]}
+    specs = plan(["A1"], "smoke", machine=CPU, left_out=left_out, **sizes)
+    planned_sizes = [(spec.asked.micro_batch, spec.preset.batch) for spec in specs]
+    assert planned_sizes == [(8, 8), (8, 32), (16, 32)]
+    assert len(left_out) == 2
+    assert "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
+
+
+def test_sizes_that_do_not_go_together_are_refused_where_none_remains():
+    words = {"micro_batch": [5, 7], "machine": CPU, "left_out": []}
+    refused("micro-batch 5 does not divide", plan, ["A1", "A2"], "smoke", **words)
+
+
+def test_sizes_that_do_not_go_together_are_refused_where_nobody_is_told_of_them():
+    words = {"micro_batch": [5, 8], "machine": CPU}
+    refused("micro-batch 5 does not divide", plan, ["A1"], "smoke", **words)

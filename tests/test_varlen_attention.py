@@ -12,7 +12,7 @@ from qa_lib.model.architectures import layers_of
 from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
-from qa_lib.spec.spec import Machine
+from qa_lib.spec.machine import Machine
 from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, having, packed_model, planned

@@ -31,8 +31,10 @@ from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.model.packed import Packed
 from qa_lib.run.fit import train
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, Spec
-from qa_lib.spec.variants import find_variant, lacking
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.rules import lacking
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.variants import find_variant
 
 CPU = Machine(bitsandbytes=True, peft=True, compiler=True)
 H200 = dataclasses.replace(CPU, hardware="h200", gpus=1, sm=90)

@@ -14,7 +14,8 @@ from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, answer_limit, build_samples, gold_notes
 from qa_lib.errors import UserError
-from qa_lib.spec.presets import ANSWER_TOKENS, find_shape
+from qa_lib.spec.presets import ANSWER_TOKENS
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
 # For one way of generating text, and for finding objects in pictures, transformers imports scikit-learn and SciPy: two

@@ -23,7 +23,8 @@ from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.records.files import write_atomically
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, Spec
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import tagged
 
 PRESET = "smoke"

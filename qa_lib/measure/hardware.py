@@ -22,8 +22,7 @@ from qa_lib.measure import nvml
 from qa_lib.measure.meter import MIB, Stopwatch, elapsed
 from qa_lib.packages import adapters_fault, is_torchao_usable, version_of
 from qa_lib.records.files import open_to_write
-from qa_lib.spec.spec import Machine, hardware_name
-from qa_lib.spec.variants import AMPERE, VOLTA
+from qa_lib.spec.machine import AMPERE, VOLTA, Machine, hardware_name
 
 REPEATS = 10  # how often what is timed is done in a row
 

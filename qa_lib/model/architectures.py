@@ -10,8 +10,9 @@ token.
 
 Whatever changes or counts a part of a model (fused projections, dropout, 8-bit linear layers,
 frozen layers, FLOPs, memory, profiles) finds it by this table, so that another encoder is another
-entry; lacks.csv says which settings it cannot have. How a question and its context are joined, and
-whether token types go with them, is not here: the tokenizer says that (data/tokenize.py).
+entry; `lacking` in spec/rules.py says which settings it cannot have. How a question and its context
+are joined, and whether token types go with them, is not here: the tokenizer says that
+(data/tokenize.py).
 
 No torch is imported: the process that starts runs looks up whether the lab knows an architecture.
 """
@@ -23,8 +24,8 @@ from qa_lib.errors import UserError
 
 
 @dataclass(frozen=True)
-class Encoder:
-    """One architecture. Names are those of submodules, of the model with its head or of a layer."""
+class Architecture:
+    """One architecture, an encoder or a decoder, by the names of its submodules."""
 
     # Names in the model with its head:
     layers: str
@@ -39,7 +40,7 @@ class Encoder:
     # next.
     causal: bool = False
 
-    # Names in each layer. RECIPES in variants.py address adapters by the last part of these.
+    # Names in each layer. Recipes (spec/recipes.py) address adapters by the last part of these.
     self_attention: str = "attention.self"
     # In the self-attention: the linear layers of query, key and value.
     projections: tuple[str, ...] = ("query", "key", "value")
@@ -53,28 +54,28 @@ class Encoder:
 
     # Whether positions count from the padding's token id + 1, and not from 0.
     positions_after_padding: bool = False
-    # For names in RECIPES, what is called otherwise here: names with blanks between them.
-    adapters: Mapping[str, str] = field(default_factory=dict)
+    # What this architecture calls the linear layers that recipes name as BERT does.
+    adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Whether lab/search/memory_estimate.py knows what a layer keeps for its backward pass.
     memory_known: bool = True
 
 
 ENCODERS = {
-    "bert": Encoder(
+    "bert": Architecture(
         layers="bert.encoder.layer",
         embeddings=("bert.embeddings",),
     ),
-    "roberta": Encoder(
+    "roberta": Architecture(
         layers="roberta.encoder.layer",
         embeddings=("roberta.embeddings",),
         positions_after_padding=True,
     ),
     # Its small models have narrower embeddings, and a linear layer that widens them.
-    "electra": Encoder(
+    "electra": Architecture(
         layers="electra.encoder.layer",
         embeddings=("electra.embeddings", "electra.embeddings_project"),
     ),
-    "distilbert": Encoder(
+    "distilbert": Architecture(
         layers="distilbert.transformer.layer",
         embeddings=("distilbert.embeddings",),
         self_attention="attention",
@@ -84,13 +85,13 @@ ENCODERS = {
         activation="ffn.activation",
         dropouts=("ffn.dropout",),
         adapters={
-            "query": "q_lin",
-            "key": "k_lin",
-            "value": "v_lin",
-            "dense": "out_lin lin1 lin2",
+            "query": ("q_lin",),
+            "key": ("k_lin",),
+            "value": ("v_lin",),
+            "dense": ("out_lin", "lin1", "lin2"),
         },
     ),
-    "modernbert": Encoder(
+    "modernbert": Architecture(
         layers="model.layers",
         embeddings=("model.embeddings",),
         head="classifier",
@@ -102,12 +103,18 @@ ENCODERS = {
         linears=("mlp.Wi", "mlp.Wo"),
         activation="mlp.act",
         dropouts=("attn.out_drop", "mlp.drop"),
-        adapters={"query": "Wqkv", "key": "Wqkv", "value": "Wqkv", "dense": "Wo Wi"},
+        # Query, key and value are one linear layer.
+        adapters={
+            "query": ("Wqkv",),
+            "key": ("Wqkv",),
+            "value": ("Wqkv",),
+            "dense": ("Wo", "Wi"),
+        },
         memory_known=False,
     ),
 }
 DECODERS = {
-    "gpt2": Encoder(
+    "gpt2": Architecture(
         layers="transformer.h",
         embeddings=("transformer.wte", "transformer.wpe"),
         head="lm_head",
@@ -117,44 +124,54 @@ DECODERS = {
         linears=("mlp.c_fc", "mlp.c_proj"),
         activation="mlp.act",
         dropouts=("attn.resid_dropout", "mlp.dropout"),
-        # Query, key and value are one linear layer in GPT-2.
-        adapters={"query": "c_attn", "key": "c_attn", "value": "c_attn", "dense": "c_proj c_fc"},
+        # Query, key and value are one linear layer.
+        adapters={
+            "query": ("c_attn",),
+            "key": ("c_attn",),
+            "value": ("c_attn",),
+            "dense": ("c_proj", "c_fc"),
+        },
     ),
 }
-OF_TASK = {"qa": ENCODERS, "lm": DECODERS}
+ARCHITECTURES = ENCODERS | DECODERS
+# The architectures that each task trains.
+KNOWN_FOR = {"qa": ENCODERS, "lm": DECODERS}
 
-# Encoders that are asked for and cannot be had, and why.
-_SCORES = (
+# Architectures that people ask for and that no entry could describe, and why.
+_DISENTANGLED = (
     "its disentangled attention adds relative-position scores that none of the attention kernels "
     "here take"
 )
-REFUSED = {"deberta": _SCORES, "deberta-v2": _SCORES}
+REFUSED = {"deberta": _DISENTANGLED, "deberta-v2": _DISENTANGLED}
 
 
-def find_encoder(model_type: str, source: str, task: str = "qa") -> Encoder:
+def find_encoder(model_type: str, source: str, task: str = "qa") -> Architecture:
     """Return the entry for a `model_type` of transformers.
 
-    Raises UserError, which names `source`, if there is none for the task.
+    Raises UserError, which names `source`, the model's folder or name, if there is none for the
+    task.
     """
-    known = OF_TASK[task]
-    is_name = isinstance(model_type, str)  # a config.json may hold anything
-    if is_name and model_type in known:
-        return known[model_type]
-    why = f": {REFUSED[model_type]}" if is_name and model_type in REFUSED else ""
+    known = KNOWN_FOR[task]
+    why = ""
+    if isinstance(model_type, str):  # a config.json may hold anything
+        if model_type in known:
+            return known[model_type]
+        if model_type in REFUSED:
+            why = f": {REFUSED[model_type]}"
     raise UserError(
         f"{source}: a model of type {model_type!r}{why}; "
         f"this lab knows {', '.join(known)} for task {task}"
     )
 
 
-def encoder_of(model) -> Encoder:
+def encoder_of(model) -> Architecture:
     """Return the entry of a model that was built."""
     return _entry(model.config)
 
 
-def _entry(config) -> Encoder:
+def _entry(config) -> Architecture:
     """Return the entry of a model's configuration."""
-    return (ENCODERS | DECODERS)[config.model_type]
+    return ARCHITECTURES[config.model_type]
 
 
 def first_position(config) -> int:
@@ -168,14 +185,19 @@ def max_positions(config) -> int:
 
 
 def positions_in(config: Mapping) -> int | None:
-    """How long a sequence may be by what a model's config.json says; None where it does not say, or not by a number."""
-    encoder = (ENCODERS | DECODERS).get(config.get("model_type"))
-    most, pad = config.get("max_position_embeddings"), config.get("pad_token_id", 1)
-    if type(most) is not int:
+    """Return how many tokens a sequence may have by a model's config.json, which may hold anything.
+
+    None where it gives no number. RoBERTa's configuration gives 1 where it leaves out the padding's
+    token id.
+    """
+    architecture = ARCHITECTURES.get(config.get("model_type"))
+    positions = config.get("max_position_embeddings")
+    padding_id = config.get("pad_token_id", 1)
+    if type(positions) is not int:
         return None
-    if encoder and encoder.positions_after_padding and type(pad) is int:
-        return most - pad - 1
-    return most
+    if architecture and architecture.positions_after_padding and type(padding_id) is int:
+        return positions - padding_id - 1
+    return positions
 
 
 def layers_of(model) -> list:

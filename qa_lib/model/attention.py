@@ -40,6 +40,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.varlen_attention import attach_bias_grad, segment_of, varlen_attention
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.spec.rules import unfit_heads
 
 
 class Segments(NamedTuple):
@@ -468,11 +469,9 @@ def use_varlen_attention(model: nn.Module) -> None:
     width that the kernel does not take.
     """
     width = model.config.hidden_size // model.config.num_attention_heads
-    if width < 16 or width & (width - 1):
-        raise UserError(
-            "attention 'triton-varlen' takes heads as wide as a power of 2, 16 or more, "
-            f"and not {width}"
-        )
+    why = unfit_heads(width)
+    if why:
+        raise UserError(why)
     for layer in layers_of(model):
         self_attention = layer.get_submodule(encoder_of(model).self_attention)
         self_attention.dropout = HashDropout(self_attention.dropout.p)

@@ -30,11 +30,14 @@ from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.packages import adapters_fault
-from qa_lib.spec.presets import HEAD, find_shape
+from qa_lib.spec.recipes import Recipe
+from qa_lib.spec.rules import lacking, task_conflicts
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import Recipe, Settings, lacking
 
 ALIGN = 64  # the size of a vocabulary is rounded up to a multiple of this
+# transformers' class of each task's models.
 HEADS = {"qa": AutoModelForQuestionAnswering, "lm": AutoModelForCausalLM}
 DTYPES = {
     "fp32": torch.float32,
@@ -44,43 +47,15 @@ DTYPES = {
 }
 
 
-def fuse_norms(model: torch.nn.Module) -> None:
-    """Fuse norms with what is before them, in place.
-
-    This goes layer by layer, but by the whole training pass of a decoder.
-    """
-    if encoder_of(model).causal:
-        fused_blocks.use_fused_decoder(model)
-    else:
-        fused_blocks.use_fused_norms(model)
-
-
-# Setting, value, and what it does to a model; in this order, since some build on what others have
-# left.
-CHANGES = (
-    ("qkv", "fused", attention.fuse_projections),
-    # Leaves itself the bias of the fused projections.
-    ("attention", "triton-varlen", attention.use_varlen_attention),
-    ("dropout", "hash", fused_blocks.use_hash_dropout),
-    # At a rate of 0: fused norms know no other dropout.
-    ("dropout", "none", fused_blocks.use_hash_dropout),
-    # Computes the bits of that dropout itself.
-    ("norms", "fused", fuse_norms),
-    # Is called by the fused decoder.
-    ("attention", "triton-causal", fused_blocks.use_causal_attention),
-    ("gelu", "sigmoid", fused_blocks.use_sigmoid_gelu),
-    # Takes linear layers as the two before have left them: with or without a bias.
-    ("feed_forward", "fp8", fused_blocks.use_float8),
-)
-
-
 def build_model(spec: Spec) -> torch.nn.Module:
     """Return the spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
 
     A folder with a config but no model.safetensors gives random weights where the preset measures
-    no quality, and UserError where it does. Raises UserError for an encoder that is not in the
-    table, too, and for one of shorter samples.
+    no quality. Raises UserError where it does measure quality, for an architecture that is not
+    known or cannot have the settings, and for a model that takes fewer tokens than samples have.
     """
+    for why in task_conflicts(spec.settings, spec.preset.task):
+        raise UserError(f"{spec.variant}: {why}")
     torch.manual_seed(spec.seed)
     model = _pretrained(spec)
     is_decoder = encoder_of(model).causal
@@ -89,8 +64,6 @@ def build_model(spec: Spec) -> torch.nn.Module:
         model.config.use_cache = False
     if is_decoder:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    elif spec.settings.loss != "native":
-        raise UserError(f"{spec.variant}: loss {spec.settings.loss!r} is that of a language model")
     attention.keep_frequencies(model)
     _transform(model, spec.settings)
     model = apply_recipe(model, spec.recipe)
@@ -102,18 +75,39 @@ def build_model(spec: Spec) -> torch.nn.Module:
 
 
 def _transform(model: torch.nn.Module, settings: Settings) -> None:
-    """Change a model in place where the settings say so."""
+    """Change a model in place where the settings say so.
+
+    The order matters, since some changes build on what others have left.
+    """
+    is_decoder = encoder_of(model).causal
     if settings.activation_checkpointing is True:
         # transformers 5.23 renames it, and warns of the old name.
         enable = getattr(
             model, "activation_checkpointing_enable", model.gradient_checkpointing_enable
         )
         enable({"use_reentrant": False})
-    if encoder_of(model).causal and settings.norms == "fused":
-        fused_blocks.check_fused_decoder(settings)
-    for name, value, change in CHANGES:
-        if getattr(settings, name) == value:
-            change(model)
+    if settings.qkv == "fused":
+        attention.fuse_projections(model)
+    if settings.attention == "triton-varlen":
+        # The bias of fused projections is left to the kernel.
+        attention.use_varlen_attention(model)
+    if settings.dropout in ("hash", "none"):
+        # For none, at a rate of 0: fused norms know no other dropout.
+        fused_blocks.use_hash_dropout(model)
+    if settings.norms == "fused":
+        # Fused norms compute the bits of that dropout themselves.
+        if is_decoder:
+            fused_blocks.use_fused_decoder(model)
+        else:
+            fused_blocks.use_fused_norms(model)
+    if settings.attention == "triton-causal":
+        # The fused decoder calls it.
+        fused_blocks.use_causal_attention(model)
+    if settings.gelu == "sigmoid":
+        fused_blocks.use_sigmoid_gelu(model)
+    if settings.feed_forward == "fp8":
+        # Linear layers have a bias or none by now, as fused norms and GELU have left them.
+        fused_blocks.use_float8(model)
     if settings.qat != "none":
         use_rounding(model, settings.qat)
     if settings.base_quantization == "nf4":
@@ -137,7 +131,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
         vocab_size=words,
         n_layer=shape.layers,
         n_embd=shape.hidden,
-        n_head=shape.hidden // HEAD,
+        n_head=shape.heads,
         n_positions=shape.positions,
         bos_token_id=0,
         eos_token_id=0,
@@ -151,7 +145,8 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     head = HEADS[task]
     config = model_config(source, task)
     # Checked here and not only when the run is planned: the model may not have been here then.
-    if why := lacking(spec.settings, config.model_type):
+    why = lacking(spec.settings, config.model_type)
+    if why:
         raise UserError(f"{spec.variant} {why}")
     implementation = _attention_of(spec)
     spec.preset.check_length(source, max_positions(config))
@@ -183,8 +178,8 @@ def _attention_of(spec: Spec) -> str:
 def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
     """Leave gradients on for the recipe's parameters alone, and return the model, changed in place.
 
-    An answer head, which is new, always trains. Raises UserError for adapters of a decoder whose
-    linear layers are fused with what follows them.
+    An answer head, which is new, always trains. Raises UserError where adapters need a package that
+    is not installed or does not fit.
     """
     encoder = encoder_of(model)
     head = torch.nn.ModuleList([] if encoder.causal else heads_of(model))
@@ -202,10 +197,8 @@ def apply_recipe(model: torch.nn.Module, recipe: Recipe) -> torch.nn.Module:
 
 def _add_adapters(model: torch.nn.Module, recipe: Recipe) -> None:
     """Put LoRA adapters beside the recipe's linear layers, and freeze all else, in place."""
-    fused = fused_blocks.FusedDecoder | fused_blocks.Conv1DGelu
-    if any(isinstance(module, fused) for module in model.modules()):
-        raise UserError("adapters of a decoder take norms 'native' and gelu 'exact'")
-    if fault := adapters_fault():
+    fault = adapters_fault()
+    if fault:
         raise UserError(fault)
     # peft asks transformers by a name that transformers 5.23 deprecates.
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing", category=FutureWarning)
@@ -216,8 +209,10 @@ def _add_adapters(model: torch.nn.Module, recipe: Recipe) -> None:
             f"adapters need a package that is not installed: pip install {missing.name}"
         ) from None
 
-    names = encoder_of(model).adapters
-    targets = {name for target in recipe.targets for name in names.get(target, target).split()}
+    own_names = encoder_of(model).adapters
+    targets = set()
+    for target in recipe.targets:
+        targets.update(own_names.get(target, (target,)))
     config = LoraConfig(
         r=recipe.rank,
         lora_alpha=2 * recipe.rank,

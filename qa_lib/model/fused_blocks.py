@@ -42,7 +42,6 @@ from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
-from qa_lib.spec.variants import Settings
 
 # Dropout by a hash.
 
@@ -366,20 +365,6 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
         dropout=dropout.p,
         eps=norm.eps,
     )
-
-
-def check_fused_decoder(settings: Settings) -> None:
-    """Raise UserError for settings that need a decoder's layers to be called one by one."""
-    allowed = {
-        "attention": ("sdpa", "triton-causal"),
-        "activation_checkpointing": (False, "elementwise"),
-        "parallel": ("none", "ddp", "ddp-bf16", "ddp-one-bucket", "zero1"),
-    }
-    for name, values in allowed.items():
-        value = getattr(settings, name)
-        if value not in values:
-            known = " or ".join(map(repr, values))
-            raise UserError(f"norms 'fused' of a decoder take {name} {known}, and not {value!r}")
 
 
 def use_fused_decoder(model: nn.Module) -> None:

@@ -47,8 +47,9 @@ from qa_lib.records.schema import (
     Time,
 )
 from qa_lib.spec.presets import Preset, whole_number
+from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec, group_name
-from qa_lib.spec.variants import TASKS, Settings
+from qa_lib.spec.tasks import TASKS
 
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
 FINISHED = ("ok", "oom", "skipped")  # not run again
@@ -70,7 +71,7 @@ MISTAKES = (
 FIRST_STEPS = 3
 
 # The `task` section of a record, by the name of the task.
-SCORING = {name: {"name": name} | task["scoring"] for name, task in TASKS.items()}
+SCORING = {name: {"name": name} | dataclasses.asdict(task.scoring) for name, task in TASKS.items()}
 
 # What a setting or a value of a preset was before there was a choice.
 DEFAULT_SETTINGS = dataclasses.asdict(Settings())

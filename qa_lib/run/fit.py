@@ -65,8 +65,8 @@ from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepFailed
 
 # Another task takes a loader in data/load.py, an evaluation in score/evaluate.py, a preset that names it, variants, and
-# an entry in both of these, by task, and in each of those: tasks.toml (its families of variants, its scores, what
-# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.OF_TASK
+# an entry in both of these, by task, and in each of those: spec/tasks.py (its families of variants, its scores, what
+# variants are compared by, and words for a model's card), plan.SOURCES (what opens its data), architectures.KNOWN_FOR
 # (the models that it trains), build.HEADS (transformers' class of them).
 LOADERS = {"qa": load_data, "lm": load_text}  # (spec) -> a run's data
 # (model, data, spec, device, run_dir) -> the record's `quality`; record.SCORING says by which score variants compare.

@@ -17,18 +17,21 @@ from qa_lib.data.text import open_text
 from qa_lib.errors import SpecError, UserError
 from qa_lib.model.architectures import find_encoder, positions_in
 from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import (
-    HEAD,
     QUICKEST,
     Preset,
     find_preset,
-    find_shape,
     named_or_own,
     sized,
     whole_number,
 )
-from qa_lib.spec.spec import Machine, Spec, resolve, sha256_of_json, unshared
-from qa_lib.spec.variants import Settings, find_variant, lacking
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.rules import lacking, unshared
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.shapes import find_shape
+from qa_lib.spec.spec import Spec, sha256_of_json
+from qa_lib.spec.variants import find_variant
 
 SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
 ANSWER_S = 5  # seconds in which the hub has to answer
@@ -72,7 +75,10 @@ def plan(
     check_names("plan", own, [*inspect.signature(plan).parameters, *OF_OWN, "stages"])
     expect_folder("runs", runs)
     expect(
-        "machine", machine, Machine | None, "give a qa_lib.spec.spec.Machine, or None for this one"
+        "machine",
+        machine,
+        Machine | None,
+        "give a qa_lib.spec.machine.Machine, or None for this one",
     )
     expect("left_out", left_out, list | None, "give a list, to which sentences are added")
     preset = named_or_own(preset, data, model)
@@ -114,13 +120,13 @@ def plan(
     # 0, which everything divides, where it does not say, or not by a number: then loading it says so.
     sizes = {"layers": config.get("num_hidden_layers"), "heads": config.get("num_attention_heads")}
     shape = {name: size if type(size) is int else 0 for name, size in sizes.items()}
-    specs = [
-        dataclasses.replace(
-            spec, **found, skip=spec.skip or lacking(spec.settings, kind) or unshared(spec, shape)
-        )
-        for spec in specs
-    ]
-    return _chosen(specs, machine, runs, bool(config))
+    planned = []
+    for spec in specs:
+        settings = spec.settings
+        skip = spec.skip or lacking(settings, kind)
+        skip = skip or unshared(settings, world=spec.world, stages=spec.stages, **shape)
+        planned.append(dataclasses.replace(spec, **found, skip=skip))
+    return _chosen(planned, machine, runs, bool(config))
 
 
 def _resolved(
@@ -312,7 +318,7 @@ def _inspect_model(source: str) -> tuple[dict, dict]:
             {"model_type": "bert", **TINY_CONFIG},
         )
     elif shape := find_shape(source):
-        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.hidden // HEAD
+        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.heads
         config = {
             "model_type": "gpt2",
             "num_hidden_layers": shape.layers,

@@ -30,7 +30,7 @@ from qa_lib.score.decode import decode
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import TASKS
+from qa_lib.spec.tasks import TASKS
 
 BATCH_TOKENS = 16_384  # of windows in one forward pass
 LARGEST = 700.0  # nats, of which a float still holds the exponential
@@ -63,7 +63,7 @@ def evaluate_answers(
     found = score(examples, answers.texts, answers.null_odds, 0.0) | {"loss": loss}
     found["always_null_f1"] = score(examples, dict.fromkeys(answers.texts, ""))["f1"]
     return {
-        name: found.get(TASKS["qa"]["official"].get(name, name)) for name in SCORING["qa"]["scores"]
+        name: found.get(TASKS["qa"].official.get(name, name)) for name in SCORING["qa"]["scores"]
     }
 
 

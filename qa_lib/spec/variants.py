@@ -1,206 +1,59 @@
-"""The variants that are compared: what each one changes, and why.
+"""The variants that are compared: what each one changes, and why. Standard library only.
 
-A `Variant` names its parent and the one `Settings` field that it changes; following the parents gives all its settings.
-`Settings` are checked where they are made: a value that does not exist, and two values that do not go together, are
-errors, so that nothing is recorded that did not run. To add a variant, add a line to variants.csv.
+A `Variant` names its parent and the one setting that it changes; following the parents gives all
+its settings. To add a variant, add a line to the table below: a setting or value that does not
+exist, and two that do not go together, are errors when this module is imported.
 """
 
-import csv
 import dataclasses
-import re
-import tomllib
-from collections.abc import Sequence
-from fnmatch import fnmatchcase
-from functools import cache, cached_property
-from pathlib import Path
-from typing import Literal, get_args, get_type_hints
+from functools import cached_property
+from typing import Literal, get_args
 
-from qa_lib.errors import SpecError, UnknownName, find, nearest
+from qa_lib.errors import SpecError, find
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.tasks import TASKS
 
-Attention = Literal[
-    "eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"
-]
-Optimizer = Literal[
-    "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
-]
-DataParallel = Literal[
-    "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"
-]
+Tag = Literal["ladder", "trainer", "plain", "headline", "default", "quickstart"]
 
 
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """Every knob of a run; the defaults are variant A1, the baseline of the reference project.
-
-    Raises UnknownName for a value that does not exist and SpecError for two that do not go together (CONFLICTS).
-    """
-
-    # loop: the visible loop of train/loop.py | trainer: transformers.Trainer | plain: a rival of peers/
-    engine: Literal["loop", "trainer", "plain"] = "loop"
-    # autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast | pure-bf16: weights and moments as well
-    precision: Literal["fp16", "bf16", "fp32", "pure-bf16"] = "fp16"
-    # For padded sequences eager | sdpa; for packed ones flash | efficient | block-diagonal, where sdpa takes what the
-    # GPU has | triton-varlen, a kernel of our own | triton-causal, the same for windows of text
-    attention: Attention = "eager"
-    # query, key and value: separate linear layers | fused into one
-    qkv: Literal["separate", "fused"] = "separate"
-    # random bits of the hidden states' dropout: philox, PyTorch's generator | hash of the element's number | none: no
-    # dropout anywhere
-    dropout: Literal["philox", "hash", "none"] = "philox"
-    # what comes between a layer's linear layers and the norms after them, and these: native, the compiler's | fused,
-    # kernels of our own (kernels/fused_norm.py)
-    norms: Literal["native", "fused"] = "native"
-    # of a language model: native, from all logits | chunked, head and loss together, some tokens at a time
-    # (kernels/linear_cross_entropy.py) | chunked-fp8: two of its GEMMs in 8-bit floats
-    loss: Literal["native", "chunked", "chunked-fp8"] = "native"
-    # linear layers of the feed-forward blocks: native, in the precision's type | fp8
-    feed_forward: Literal["native", "fp8"] = "native"
-    # GELU of the feed-forward blocks: exact, by the error function | sigmoid of a polynomial (kernels/gelu.py)
-    gelu: Literal["exact", "sigmoid"] = "exact"
-    # quantization-aware training: weights rounded to so many bits, activations to 8 (model/qat.py)
-    qat: Literal["none", "int8", "int4"] = "none"
-    # a backend of torch.compile | regional: inductor, for a few layers at a time | reduce-overhead: its mode, in which
-    # PyTorch replays the passes of a plain engine as CUDA graphs
-    compile: Literal[
-        "none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser", "reduce-overhead"
-    ] = "none"
-    # to the preset's max_length | to the longest of the micro-batch | packed: none, samples share sequences
-    padding: Literal["max_length", "longest", "packed"] = "max_length"
-    # micro-batches of samples of like length, in random order
-    group_by_length: Literal[False, True] = False
-    # which parameters train: a name that find_recipe knows
-    trainable: str = "all"
-    # what adapters leave frozen: as it is | nf4: in 4 bits by bitsandbytes (QLoRA)
-    base_quantization: Literal["none", "nf4"] = "none"
-    # adamw: PyTorch's default | adamw-fused: one kernel, no wait for the device | adamw-8bit: moments in 8 bits |
-    # adamw-master: weights and gradients in half precision, fp32 masters in the optimizer | adamw-master-bf16: and
-    # moments in bf16 | adamw-master-8bit: or in 8 bits
-    optimizer: Optimizer = "adamw"
-    # the whole step replayed as one CUDA graph
-    cuda_graph: Literal[False, True] = False
-    # recompute activations in the backward pass: none | elementwise: what takes no GEMM, by the compiler | all of a
-    # layer's
-    activation_checkpointing: Literal[False, "elementwise", True] = False
-    # how several processes make one step, each on its share of the micro-batches (train/parallel/data_parallel.py): ddp,
-    # PyTorch's DistributedDataParallel, its gradients sent as they are or in bf16 | ddp-one-bucket: one reduction of
-    # all gradients | ddp-overlap: a reduction for each part of the model, while the backward pass computes the next |
-    # zero1: a share of the optimizer each | zero1-overlap: both | fsdp2: a share of weights, gradients and optimizer
-    # each | pipeline: some of the layers each (train/parallel/pipeline.py) | tensor: a share of every linear layer each
-    # (train/parallel/tensor.py) | deepspeed: ZeRO-1 by DeepSpeed under the Trainer (train/trainer.py)
-    parallel: Literal["none", DataParallel, "pipeline", "tensor", "deepspeed"] = "none"
-    # in which order a pipeline's stages take micro-batches: gpipe, all forward, then all backward | 1f1b, backward as
-    # early as can be | interleaved: 1f1b with two parts of the layers a process
-    schedule: Literal["gpipe", "1f1b", "interleaved"] = "gpipe"
-    # a fault of the reference project's, on purpose: each process asks nvidia-smi after every step | predictions go to
-    # questions by position and not by id (A4-b)
-    fault: Literal["none", "nvidia-smi-polling", "positional-join"] = "none"
-    # samples in one forward pass
-    micro_batch: int = 8
-
-    def __post_init__(self):
-        for name, values in choices().items():
-            if not any(
-                getattr(self, name) is value or getattr(self, name) == value != 1
-                for value in values
-            ):
-                raise UnknownName(nearest(name, str(getattr(self, name)), map(str, values)))
-        find_recipe(self.trainable)
-        if type(self.micro_batch) is not int or self.micro_batch < 1:
-            raise SpecError(
-                f"micro_batch {self.micro_batch!r} is not a whole number of samples, 1 or more"
-            )
-        for one, other, why in CONFLICTS:
-            if _matches(self, one) and _matches(self, other):
-                names = (re.match(r"\w+", condition).group() for condition in (one, other))
-                said = (f"{name} {getattr(self, name)!r}" for name in names)
-                raise SpecError(f"{' and '.join(said)} do not go together: {why}")
-
-    @property
-    def half_weights(self) -> bool:
-        """Whether weights and gradients are kept in half precision."""
-        return self.optimizer.startswith("adamw-master")
-
-    @property
-    def chunks(self) -> int:
-        """Parts of the layers that each process of a pipeline has."""
-        return 2 if self.schedule == "interleaved" else 1
-
-
-@cache
-def choices() -> dict[str, tuple]:
-    """The values of each setting that has a fixed list of them."""
-    hints = get_type_hints(Settings)
-    found = {field.name: get_args(hints[field.name]) for field in dataclasses.fields(Settings)}
-    return {name: values for name, values in found.items() if values}
-
-
-def _matches(settings: Settings, condition: str) -> bool:
-    """Whether a setting has one of the values that a condition names: 'trainable=lora*', 'padding!=packed'."""
-    name, negated, patterns = re.fullmatch(r"(\w+)(!?)=(.+)", condition).groups()
-    value = str(getattr(settings, name))
-    return any(fnmatchcase(value, pattern) for pattern in patterns.split("|")) != bool(negated)
-
-
-def meets(settings: Settings, conditions: str) -> bool:
-    """Whether settings meet all of some conditions, with blanks between them."""
-    return all(_matches(settings, condition) for condition in conditions.split())
-
-
-def _table(name: str) -> list[dict[str, str]]:
-    """The lines of a CSV file beside this one."""
-    return list(
-        csv.DictReader(Path(__file__).with_name(name).read_text(encoding="utf-8").splitlines())
-    )
-
-
-def read_toml(name: str) -> dict[str, dict]:
-    """The tables of a TOML file beside this one."""
-    return tomllib.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
-
-
-CONFLICTS = [
-    tuple(line.values()) for line in _table("conflicts.csv")
-]  # two settings that do not go together, and why
-
-
-@dataclasses.dataclass(frozen=True)
-class Recipe:
-    """Which parameters train. `lr_factor` multiplies the preset's learning rate, since PEFT wants a larger one."""
-
-    kind: Literal["all", "lora", "bitfit", "top"]
-    lr_factor: float = 1.0
-    targets: Sequence[str] = ()  # lora: peft's target_modules
-    rank: int = 8  # lora: r; alpha is 2 r
-    frozen: Sequence[int] = (0, 12)  # top: this share of the layers is frozen ...
-    frozen_side: str = "bottom"  # ... counted from the bottom (with the embeddings) or from the top
-
-
-RECIPES = {name: Recipe(**values) for name, values in read_toml("recipes.toml").items()}
-
-
-def find_recipe(name: str) -> Recipe:
-    """A recipe of RECIPES; or LoRA of any rank on the same targets, named like 'lora-all-r32', at the preset's own
-    learning rate. UnknownName otherwise."""
-    found = re.fullmatch(r"(lora-[a-z]+)-r([1-9]\d*)", name)
-    if found and found[1] in RECIPES:
-        return dataclasses.replace(RECIPES[found[1]], rank=int(found[2]), lr_factor=1.0)
-    return find("trainable", name, RECIPES)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(init=False)
 class Variant:
-    """What is compared: `change` holds at most one field of Settings, the difference to `parent`.
+    """A row of every comparison: settings that differ from the parent's by one.
 
-    `tags` say where the report shows it: on the `ladder` of figures, beside it as transformers' `trainer` or `plain`
-    PyTorch, in tables of few variants (`headline`), as what the Trainer is by `default`; and whether
-    `quickstart` trains it. What has no tag stands in the whole tables.
+    The change is given by the setting's own name: `Variant("A2", parent="A1", attention="sdpa",
+    why="...")`. Raises SpecError for a tag that does not exist; `settings` raise it for a setting.
     """
 
     name: str
+    """The first letter is its family."""
     parent: str | None
-    change: dict
+    """The name of a variant further up; None for the baseline."""
+    change: dict[str, object]
+    """The one setting that is not the parent's, and its value."""
     why: str
-    tags: tuple[str, ...] = ()
+    """What the change is for: a sentence that tables and figures show."""
+    tags: tuple[Tag, ...]
+    """Where it is shown: on the `ladder` of figures, beside it as transformers' `trainer` or as
+    `plain` PyTorch, in tables of few variants (`headline`), as what the Trainer is by `default`;
+    `quickstart` trains it. A variant without tags is in the whole tables alone."""
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        parent: str | None = None,
+        why: str,
+        tags: tuple[Tag, ...] = (),
+        **change: object,
+    ):
+        unknown = set(tags) - set(get_args(Tag))
+        if unknown:
+            raise SpecError(f"variant {name}: unknown tag {min(unknown)!r}")
+        self.name = name
+        self.parent = parent
+        self.change = change
+        self.why = why
+        self.tags = tags
 
     @property
     def family(self) -> str:
@@ -208,105 +61,180 @@ class Variant:
 
     @property
     def task(self) -> str:
-        """The task that the variant is for, by tasks.toml."""
-        return next(name for name, task in TASKS.items() if self.family in task["families"])
+        """The name of the task that its family belongs to."""
+        return next(name for name, task in TASKS.items() if self.family in task.families)
 
     @cached_property
     def settings(self) -> Settings:
-        return dataclasses.replace(
-            VARIANTS[self.parent].settings if self.parent else Settings(), **self.change
-        )
+        """All settings: the parent's and the change. Raises SpecError for a change that cannot be."""
+        base = VARIANTS[self.parent].settings if self.parent else Settings()
+        try:
+            return dataclasses.replace(base, **self.change)
+        except TypeError as problem:  # a setting that does not exist
+            raise SpecError(f"variant {self.name}: {problem}") from None
 
 
-def value_of(setting: str, written: str) -> object:
-    """The value of a setting that a table has as text."""
-    return next((value for value in choices().get(setting, ()) if str(value) == written), written)
+# fmt: off
+_TABLE = [
+    # The baseline, the Trainer, and attention, compiler and padding.
+    Variant("A1", why="The baseline: fp16, eager attention, every sample padded to the limit, AdamW, no compiler.", tags=("ladder", "headline", "quickstart")),
+    Variant("A0", parent="A1", engine="trainer", why="The same by transformers.Trainer, with A1's eager attention and full padding.", tags=("trainer",)),
+    Variant("A0-sdpa", parent="A0", attention="sdpa", why="The Trainer with fused attention, which is its default."),
+    Variant("A0-longest", parent="A0-sdpa", padding="longest", why="What most people would run: the Trainer with its own attention and collator.", tags=("trainer", "default", "headline")),
+    Variant("A0-grouped", parent="A0-longest", group_by_length=True, why="The Trainer with length grouping, too.", tags=("trainer",)),
+    Variant("A0-compile", parent="A0-grouped", compile="inductor", why="The Trainer, tuned: fused attention, length grouping, torch.compile.", tags=("trainer", "headline")),
+    Variant("A2", parent="A1", attention="sdpa", why="Fused attention keeps the score matrix out of memory and saves launches.", tags=("ladder", "quickstart")),
+    Variant("A3", parent="A2", compile="inductor", why="The compiler fuses elementwise work and removes Python from the step.", tags=("ladder", "quickstart")),
+    Variant("A4-nb", parent="A3", padding="longest", why="Padding to the longest of a batch, which one long sample spoils.", tags=("ladder",)),
+    Variant("A4", parent="A4-nb", group_by_length=True, why="Length grouping: half of a batch was padding.", tags=("ladder", "quickstart")),
+    Variant("A4-b", parent="A4", fault="positional-join", why="The reference project's fault on purpose: sorted predictions, unsorted questions.", tags=("quickstart",)),
+    Variant("A1-fp32", parent="A1", precision="fp32", why="What mixed precision is worth: all of it in 32 bits."),
+    Variant("A1-int8", parent="A1-fp32", qat="int8", why="Training that knows that its weights will be whole numbers."),
+    Variant("A1-int4", parent="A1-fp32", qat="int4", why="The same with 4 bits, of which rounding takes more."),
+    # Fewer parameters.
+    Variant("B1", parent="A3", trainable="lora-qv", why="LoRA r=8 on query and value at the full rate, as in the reference project.", tags=("quickstart",)),
+    Variant("B1-all", parent="A3", trainable="lora-all", why="LoRA r=32 on every linear layer, at five times the rate."),
+    Variant("B2", parent="A3", trainable="bitfit", why="BitFit: only biases and the answer head train."),
+    Variant("B3", parent="A3", trainable="freeze-bottom-10", why="The bottom layers frozen, 10 of 12: a shorter backward pass."),
+    Variant("B3-last4", parent="A3", trainable="freeze-last-4", why="The last layers frozen, 4 of 12: gradients pass through them."),
+    # Less memory.
+    Variant("C1", parent="A3", optimizer="adamw-8bit", why="Adam's two moments in 8 bits instead of 32.", tags=("quickstart",)),
+    Variant("C2-8", parent="A2", optimizer="adamw-8bit", why="The 8-bit optimizer alone, without the compiler."),
+    Variant("C2", parent="A3", activation_checkpointing=True, why="Activations are recomputed instead of kept: memory for time."),
+    # Backends of the compiler.
+    Variant("D1", parent="A3", compile="aot_eager", why="The compiler's graph capture without its code generation."),
+    Variant("D1-cudagraphs", parent="A3", compile="cudagraphs", why="Launch overhead alone: captured graphs of unfused kernels."),
+    Variant("D1-nvfuser", parent="A3", compile="nvfuser", why="The backend the proposal names; torch.compile has none any more."),
+    # Beyond: packed sequences, and kernels of our own.
+    Variant("E-packed", parent="A3", padding="packed", why="No padding: samples packed into sequences of one static length.", tags=("ladder", "quickstart")),
+    Variant("E-packed-efficient", parent="E-packed", attention="efficient", why="The kernel that a T4 has, in FlashAttention's place."),
+    Variant("E-packed-bf16", parent="E-packed", precision="bf16", why="No loss scaling, and else as E-packed: where the plain rival begins."),
+    Variant("E-plain", parent="E-packed-bf16", engine="plain", why="An afternoon's plain PyTorch: packed, FlashAttention, compiled, fused AdamW.", tags=("plain",)),
+    Variant("E-plain-graphs", parent="E-plain", compile="reduce-overhead", why="Plain PyTorch at its best: E-plain with torch.compile's own CUDA graphs.", tags=("plain", "headline")),
+    Variant("E-adamw", parent="E-packed", optimizer="adamw-fused", why="AdamW as one kernel, with rate and step count on the device.", tags=("ladder",)),
+    Variant("E-graph", parent="E-adamw", cuda_graph=True, why="The whole step is one launch, so that a slow host no longer matters.", tags=("ladder",)),
+    Variant("E-bf16", parent="E-graph", precision="bf16", why="No loss scaling; the same matrix rate on this generation of chips.", tags=("ladder",)),
+    Variant("E-masters", parent="E-bf16", optimizer="adamw-master", why="Weights, gradients, residuals in bf16 over fp32 master weights: no casts.", tags=("ladder",)),
+    Variant("E-masters-eager", parent="E-masters", cuda_graph=False, why="What the capture alone gives; and where pipelines begin."),
+    Variant("E-qkv", parent="E-masters", qkv="fused", why="Query, key and value in one linear layer: wider tiles, fewer kernels.", tags=("ladder",)),
+    Variant("E-dropout", parent="E-qkv", dropout="hash", why="Dropout's random bits at a tenth of the work.", tags=("ladder",)),
+    Variant("E-dropout-moments", parent="E-dropout", optimizer="adamw-master-bf16", why="Adam's moments in bf16, rounded at random: fewer bytes."),
+    Variant("E-recompute-elementwise", parent="E-dropout-moments", activation_checkpointing="elementwise", why="GELU and norms are recomputed, and not kept."),
+    Variant("E-regions", parent="E-dropout", compile="regional", why="A quick start: three layers are compiled, and all others take their code.", tags=("ladder",)),
+    Variant("E-dropout-fp8", parent="E-dropout", feed_forward="fp8", why="FP8 GEMMs in the feed-forward blocks, where the chip has them."),
+    Variant("E-varlen", parent="E-regions", attention="triton-varlen", why="A kernel of our own: attention for segments of 170 tokens.", tags=("ladder",)),
+    Variant("E-recompute", parent="E-varlen", activation_checkpointing=True, why="Layers are recomputed, in a graph: hashes need no state."),
+    Variant("E-recompute-moments", parent="E-recompute", optimizer="adamw-master-bf16", why="Less memory still: moments in bf16 as well."),
+    Variant("E-recompute-8bit", parent="E-recompute", optimizer="adamw-master-8bit", why="The leanest: moments in 8 bits, with a scale for each block.", tags=("headline",)),
+    Variant("E-norm", parent="E-varlen", norms="fused", why="Bias, dropout, residual and norm: one kernel each way.", tags=("ladder",)),
+    Variant("E-gelu", parent="E-norm", gelu="sigmoid", why="GELU in fewer instructions, to a fraction of bf16's step.", tags=("ladder",)),
+    Variant("E-moments", parent="E-gelu", optimizer="adamw-master-bf16", why="Adam's moments in bf16 as well: the whole stack in bf16.", tags=("ladder",)),
+    Variant("E-fp8", parent="E-moments", feed_forward="fp8", why="E-moments with FP8 GEMMs in its feed-forward blocks."),
+    Variant("E-uncompiled", parent="E-moments", compile="none", why="No compiler: kernels of our own do its work, and the first step comes sooner.", tags=("ladder", "headline")),
+    Variant("E-fp8-uncompiled", parent="E-uncompiled", feed_forward="fp8", why="E-uncompiled with FP8 GEMMs in its feed-forward blocks.", tags=("ladder", "headline")),
+    Variant("E-t4", parent="E-graph", qkv="fused", why="What is left without bf16 and FlashAttention, as on a T4."),
+    Variant("E-t4-dropout", parent="E-t4", dropout="hash", why="Dropout's random bits at a tenth of the work, with what a T4 has."),
+    Variant("E-t4-masters", parent="E-t4-dropout", optimizer="adamw-master", why="Weights, gradients, residuals in fp16 over fp32 master weights."),
+    Variant("E-t4-norm", parent="E-t4-masters", norms="fused", why="Bias, dropout, residual and norm in one, with what a T4 has.", tags=("headline",)),
+    Variant("E-packed-8bit", parent="E-packed", optimizer="adamw-8bit", why="Packed sequences with 8-bit moments: towards the least memory."),
+    Variant("E-packed-8bit-recompute", parent="E-packed-8bit", activation_checkpointing=True, why="Packed sequences, 8-bit moments, recomputed layers."),
+    Variant("E-packed-lora", parent="E-packed-8bit-recompute", trainable="lora-all", why="Packed, 8-bit AdamW, recomputed layers, and LoRA on every linear layer."),
+    Variant("E-packed-lora-masters", parent="E-packed-lora", optimizer="adamw-master", why="What is frozen in half precision: half of its bytes."),
+    Variant("E-masters-lora-qv", parent="E-masters", trainable="lora-qv", why="Does LoRA still pay once the step is fused and captured?"),
+    Variant("E-masters-lora-all", parent="E-masters", trainable="lora-all", why="And LoRA on every linear layer?"),
+    Variant("E-dropout-bitfit", parent="E-dropout", trainable="bitfit", why="And biases alone?"),
+    Variant("E-dropout-freeze", parent="E-dropout", trainable="freeze-bottom-10", why="And freezing, which shortens the backward pass itself?"),
+    # Several processes.
+    Variant("P0", parent="A0", parallel="ddp", why="A0 on several GPUs: transformers.Trainer under torchrun."),
+    Variant("P0-deepspeed", parent="P0", parallel="deepspeed", why="What the slides called a pipeline: DeepSpeed's ZeRO-1."),
+    Variant("P0-polled", parent="P0", fault="nvidia-smi-polling", why="The slides' fault on purpose: nvidia-smi in every step."),
+    Variant("P1", parent="A1", parallel="ddp", why="The baseline on several GPUs: they average gradients while they make them."),
+    Variant("P1-bf16", parent="P1", parallel="ddp-bf16", why="Half the bytes between the GPUs: gradients travel in bf16."),
+    Variant("P-fsdp", parent="P1", parallel="fsdp2", why="Each GPU keeps a share of weights, gradients and optimizer."),
+    Variant("P-one-bucket", parent="E-dropout", parallel="ddp-one-bucket", why="E-dropout on several GPUs: one reduction inside the captured step.", tags=("headline",)),
+    Variant("P-overlap", parent="E-regions", parallel="ddp-overlap", why="Gradients are reduced while others are still computed."),
+    Variant("P-overlap-zero1", parent="P-overlap", parallel="zero1-overlap", why="Gradients and new weights travel beside the passes."),
+    Variant("P-zero1", parent="P-one-bucket", parallel="zero1", why="Each GPU updates its share of the weights alone."),
+    Variant("P-gpipe", parent="E-masters-eager", parallel="pipeline", why="Each GPU has some of the layers, and hands on micro-batches."),
+    Variant("P-1f1b", parent="P-gpipe", schedule="1f1b", why="Backward as early as can be: fewer activations are kept."),
+    Variant("P-interleaved", parent="P-1f1b", schedule="interleaved", why="Two parts of the layers a GPU: it waits less."),
+    Variant("P-tensor", parent="E-masters-eager", parallel="tensor", why="Each GPU has a share of every linear layer."),
+    # Language models.
+    Variant("L1", parent="A1", precision="fp32", why="The baseline of language models: fp32, eager attention, AdamW.", tags=("ladder", "headline")),
+    Variant("L0", parent="L1", engine="trainer", why="The same by transformers.Trainer, with L1's eager attention in fp32.", tags=("trainer",)),
+    Variant("L0-bf16", parent="L0", precision="bf16", why="The Trainer with mixed precision."),
+    Variant("L0-sdpa", parent="L0-bf16", attention="sdpa", why="What most people would run: the Trainer in bf16, with its own attention.", tags=("trainer", "default", "headline")),
+    Variant("L0-compile", parent="L0-sdpa", compile="inductor", why="The Trainer, tuned: fused attention, torch.compile.", tags=("trainer", "headline")),
+    Variant("L-fp16", parent="L1", precision="fp16", why="Mixed precision where there is no bf16, as on a T4."),
+    Variant("L-bf16", parent="L1", precision="bf16", why="Mixed precision: GEMMs in bf16, weights in fp32.", tags=("ladder",)),
+    Variant("L-sdpa", parent="L-bf16", attention="sdpa", why="Fused attention skips the half of the scores that no token may see.", tags=("ladder",)),
+    Variant("L-compile", parent="L-sdpa", compile="inductor", why="The compiler fuses elementwise work, the loss over the vocabulary too.", tags=("ladder",)),
+    Variant("L-adamw", parent="L-compile", optimizer="adamw-fused", why="AdamW as one kernel: no waiting for the device.", tags=("ladder",)),
+    Variant("L-graph", parent="L-adamw", cuda_graph=True, why="The whole step is one launch; windows of text all have one length.", tags=("ladder",)),
+    Variant("L-masters", parent="L-graph", optimizer="adamw-master", why="Weights, gradients, residuals in bf16 over fp32 master weights: no casts.", tags=("ladder",)),
+    Variant("L-dropout", parent="L-masters", dropout="hash", why="Dropout's random bits at a tenth of the work.", tags=("ladder", "headline")),
+    Variant("L-norm", parent="L-dropout", norms="fused", why="Bias, dropout, residual stream and norm: one kernel each way.", tags=("ladder",)),
+    Variant("L-gelu", parent="L-norm", gelu="sigmoid", why="GELU's tanh as a sigmoid, and its bias's gradient in the same kernel.", tags=("ladder",)),
+    Variant("L-attention", parent="L-gelu", attention="triton-causal", why="Attention by a kernel of our own, with hashed dropout.", tags=("ladder",)),
+    Variant("L-loss", parent="L-attention", loss="chunked", why="Head and loss together, a part of the tokens at a time: no logits kept.", tags=("ladder",)),
+    Variant("L-moments", parent="L-loss", optimizer="adamw-master-bf16", why="The whole stack: Adam's moments in bf16 as well.", tags=("ladder", "headline")),
+    Variant("L-fp8", parent="L-moments", feed_forward="fp8", why="FP8 GEMMs in the feed-forward blocks, where the chip has them.", tags=("ladder",)),
+    Variant("L-fp8-head", parent="L-fp8", loss="chunked-fp8", why="Two GEMMs of the head in FP8, too.", tags=("ladder", "headline")),
+    Variant("L-fp8-head-nodropout", parent="L-fp8-head", dropout="none", why="The same without dropout, as large models are trained today.", tags=("headline",)),
+    Variant("L-fp8-head-uncompiled", parent="L-fp8-head", compile="none", why="No compiler at all: our own kernels do what it would."),
+    Variant("L-moments-nodropout", parent="L-moments", dropout="none", why="The same without dropout, as large models are trained today.", tags=("headline",)),
+    Variant("L-plain", parent="L-compile", engine="plain", why="An afternoon's plain PyTorch: bf16, SDPA, compiled, fused AdamW.", tags=("plain", "headline")),
+    Variant("L-plain-bf16", parent="L-plain", precision="pure-bf16", why="Plain PyTorch with weights and moments in bf16.", tags=("plain", "headline")),
+    Variant("L-plain-bf16-nodropout", parent="L-plain-bf16", dropout="none", why="The same without dropout.", tags=("headline",)),
+    Variant("L-recompute", parent="L-compile", activation_checkpointing=True, why="Activations are recomputed instead of kept: memory for time."),
+    Variant("L-8bit", parent="L-compile", optimizer="adamw-8bit", why="Adam's two moments in 8 bits, but for the embeddings'."),
+    Variant("L-lora", parent="L-compile", trainable="lora-all", why="LoRA r=32 on every linear layer, over a frozen model."),
+    Variant("L-qlora", parent="L-lora", base_quantization="nf4", why="The frozen layers in 4 bits: a seventh of their weights' bytes."),
+    Variant("L-ddp", parent="L-compile", parallel="ddp", why="Several GPUs: gradients are averaged during the backward pass."),
+    Variant("L-one-bucket", parent="L-dropout", parallel="ddp-one-bucket", why="The whole stack on several GPUs: one captured reduction."),
+]
+# fmt: on
 
-
-def _variant(name: str, parent: str, change: str, tags: str, why: str) -> Variant:
-    """A line of variants.csv, whose `change` is written as setting=value."""
-    setting, _, written = change.partition("=")
-    changed = {setting: value_of(setting, written)} if setting else {}
-    return Variant(name, parent or None, changed, why, tuple(tags.split()))
-
-
-VARIANTS = {line["name"]: _variant(**line) for line in _table("variants.csv")}
-RECOMMENDED = (
-    "E-uncompiled"  # what sentences speak of; what `recommended` stands for depends on the machine
-)
-TASKS = read_toml("tasks.toml")
+VARIANTS = {variant.name: variant for variant in _TABLE}
+# What sentences speak of; what `recommended` stands for depends on the machine.
+RECOMMENDED = "E-uncompiled"
+# Notebook of each family.
 FAMILIES = {
-    letter: name for task in TASKS.values() for letter, name in task["families"].items()
-}  # -> notebook
-BASELINES = {name: task["baseline"] for name, task in TASKS.items()}
+    letter: notebook for task in TASKS.values() for letter, notebook in task.families.items()
+}
+# Baseline of each task.
+BASELINES = {name: task.baseline for name, task in TASKS.items()}
+
+
+def _check_table() -> None:
+    """Raise SpecError for a variant whose settings cannot be, and for a name that two have."""
+    for variant in _TABLE:
+        if VARIANTS[variant.name] is not variant:
+            raise SpecError(f"two variants are named {variant.name!r}")
+        _ = variant.settings
+
+
+_check_table()
 
 
 def find_variant(name: str, task: str = "qa") -> Variant:
-    """The variant of that name; for `recommended`, until `plan` has chosen one, the baseline of the task. UnknownName
-    otherwise."""
+    """Return the variant of that name.
+
+    `recommended` gives the baseline of the task, until `plan` has chosen a variant. Raises
+    UnknownName for a name that no variant has.
+    """
     return find("variant", name, VARIANTS | {"recommended": VARIANTS[BASELINES[task]]})
 
 
-def tagged(tag: str) -> list[str]:
-    """The names of the variants with a tag, in table order."""
+def tagged(tag: Tag) -> list[str]:
+    """Return the names of the variants with a tag, in the order of the table."""
     return [variant.name for variant in VARIANTS.values() if tag in variant.tags]
 
 
 def find_family(letter: str) -> list[str]:
-    """The names of a family's variants, in table order; UnknownName for a letter that no family has."""
+    """Return the names of a family's variants, in the order of the table.
+
+    Raises UnknownName for a letter that no family has.
+    """
     find("family", letter, FAMILIES)
     return [variant.name for variant in VARIANTS.values() if variant.family == letter]
-
-
-VOLTA, AMPERE = (
-    70,
-    80,
-)  # compute capability x 10: of a V100, an A100; a T4 has 75, an L4 89, an H100 90
-# What a machine must have for settings that meet one of the conditions `of`: what of a spec.Machine it `has`, what
-# besides where it is `on_gpu`, and the `sm` (compute capability x 10) from which GPUs have it. Inductor writes kernels
-# for Volta; the oldest that those of our own are compiled for in the tests is a T4.
-NEEDS = _table("needs.csv")
-
-
-def about(settings: Settings, table: list[dict[str, str]]) -> list[dict[str, str]]:
-    """The lines of a table, NEEDS or LACKS, one of whose conditions these settings meet."""
-    return [
-        line
-        for line in table
-        if any(_matches(settings, condition) for condition in line["of"].split())
-    ]
-
-
-def unmet(settings: Settings, machine) -> str | None:
-    """The first of the needs that a spec.Machine does not meet, in words; None if it meets all."""
-    for need in about(settings, NEEDS):
-        names = need["has"].split() + (need["on_gpu"].split() if machine.gpus else [])
-        if not all(getattr(machine, name) for name in names) or (
-            machine.gpus and machine.sm < int(need["sm"])
-        ):
-            return need["why"]
-    return None
-
-
-# What settings that meet all of the conditions `of` become on a machine, a `value` of one `setting`, from one compute
-# capability x 10 (`sm`) to `below` another; a CPU has 0.
-ADJUSTMENTS = _table("adjustments.csv")
-LACKS = _table(
-    "lacks.csv"
-)  # settings `of` which a model of some `architectures` can have none, and why
-
-
-def lacking(settings: Settings, architecture: str) -> str | None:
-    """Why a model of that architecture, a model_type of transformers, cannot have these settings, in words; None if it
-    can."""
-    found = (
-        lack["why"]
-        for lack in about(settings, LACKS)
-        if architecture in lack["architectures"].split()
-    )
-    return next((f"does not fit {architecture}: {why}" for why in found), None)
-
-
-def since(settings: Settings) -> int | None:
-    """The compute capability x 10 from which GPUs run these settings; None for every one that PyTorch has."""
-    return max((int(need["sm"]) for need in about(settings, NEEDS)), default=0) or None

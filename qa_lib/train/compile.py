@@ -33,7 +33,7 @@ from qa_lib.kernels.common import found_compiled
 from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
 from qa_lib.model.packed import RegionalModel
 from qa_lib.private import BREAKS_A_COMMAND, plain_path
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.settings import Settings
 
 
 class LossOf(torch.nn.Module):

@@ -19,8 +19,8 @@ import torch
 from torch.amp.grad_scaler import OptState
 
 from qa_lib.model.build import DTYPES
+from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import Settings
 from qa_lib.train.master_adamw import MasterAdamW
 
 CLIP = 1.0  # the norm to which gradients are clipped

@@ -32,7 +32,9 @@ from qa_lib.lab.launch.warm import Forked, fork
 from qa_lib.paths import importing
 from qa_lib.records import record
 from qa_lib.records.files import RecordError, check_folder, empty_folder, open_to_write, regular
-from qa_lib.spec.spec import WORLD, Machine, Spec
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.resolve import WORLD
+from qa_lib.spec.spec import Spec
 
 POLL_S = 0.2
 AT_A_TIME = 64  # jobs in the queue

@@ -17,10 +17,11 @@ import pandas as pd
 
 from qa_lib.errors import UserError
 from qa_lib.records.archive import Run, read_runs, say_left_out
-from qa_lib.spec.variants import BASELINES, TASKS, VARIANTS
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import BASELINES, VARIANTS
 
 # The group that README.md and the advice for a card speak of, where it has records.
-REFERENCE = TASKS["qa"]["reference"]
+REFERENCE = TASKS["qa"].reference
 
 # Columns of the DataFrame that have names of their own here.
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]

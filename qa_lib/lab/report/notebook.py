@@ -24,8 +24,10 @@ from qa_lib.lab.report.tables import markdown
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT
 from qa_lib.records.files import RecordError, regular
 from qa_lib.records.record import read_record
+from qa_lib.spec.rules import since
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import BASELINES, TASKS, VARIANTS, find_family, since
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import BASELINES, VARIANTS, find_family
 
 SHOWN, NONE = 5, "(no answer)"  # questions, and what stands for no answer
 
@@ -150,7 +152,7 @@ def brief(lines: pd.DataFrame, own: pd.DataFrame, runs: pd.DataFrame, *more: str
             lines, [*columns, "samples_per_s", "ratio", "peak_mib", *more, "status", "note"]
         )
     table = result_table(lines, [*columns, "status", "note"])
-    reference = TASKS[lines["task.name"].iloc[0]]["reference"]
+    reference = TASKS[lines["task.name"].iloc[0]].reference
     if reference in set(runs["group"]):
         there = evidence.select(runs, reference)
         ratios = timed(there).set_index("variant")["ratio"].reindex(lines["variant"])

@@ -20,7 +20,7 @@ from qa_lib.lab.report.format import MISSING, factor, gain, number, percent, poi
 from qa_lib.lab.report.stats import BASELINE, LEVEL, MARGIN, equivalence
 from qa_lib.lab.report.summary import summary
 from qa_lib.lab.report.tables import Column, markdown, render
-from qa_lib.spec.spec import resolve
+from qa_lib.spec.resolve import resolve
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
 # Of changes of settings (`of`, the first that matches): the code, as module:name, and how it works. README.md names

@@ -23,7 +23,8 @@ from qa_lib.lab.report.format import factor, number
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.summary import average
 from qa_lib.spec.presets import Preset
-from qa_lib.spec.variants import VARIANTS, Settings, tagged
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.variants import VARIANTS, tagged
 
 REFERENCE = (
     Preset.effective_batch

@@ -13,7 +13,7 @@ from qa_lib.records import record
 from qa_lib.records.archive import read_runs
 from qa_lib.records.files import RecordError
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import TASKS
+from qa_lib.spec.tasks import TASKS
 
 COMMITTED = ROOT / "runs"  # an installed package has those of the reference groups alone
 
@@ -21,7 +21,7 @@ COMMITTED = ROOT / "runs"  # an installed package has those of the reference gro
 def committed_records(task: str) -> dict[str, list[dict]]:
     """Return the committed records of a task's reference group, by variant."""
     by_variant = defaultdict(list)
-    for run in read_runs(COMMITTED, TASKS[task]["reference"], left_out=_ignore):
+    for run in read_runs(COMMITTED, TASKS[task].reference, left_out=_ignore):
         by_variant[run.record["spec"]["variant"]].append(run.record)
     return dict(by_variant)
 

@@ -13,8 +13,8 @@ from qa_lib.lab.cli.options import variants_of
 from qa_lib.lab.launch.local import Launcher, probe
 from qa_lib.records.record import with_result
 from qa_lib.run.plan import plan
-from qa_lib.spec.spec import Machine, Spec
-from qa_lib.spec.variants import AMPERE
+from qa_lib.spec.machine import AMPERE, Machine
+from qa_lib.spec.spec import Spec
 
 STEP = 8  # samples: sizes are multiples of this
 MOST = 4096  # samples: no larger size is tried

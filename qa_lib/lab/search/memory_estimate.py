@@ -14,9 +14,12 @@ from qa_lib.lab.search.squad_lengths import SquadLengths
 from qa_lib.lab.search.step_memory import LIBRARIES_MIB, StepMemory, config_of
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import find_encoder
-from qa_lib.spec.presets import Preset, find_shape
-from qa_lib.spec.spec import CONTEXT_GIB, Machine, Spec, adjust
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.machine import CONTEXT_GIB, Machine
+from qa_lib.spec.presets import Preset
+from qa_lib.spec.rules import adjust
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.shapes import find_shape
+from qa_lib.spec.spec import Spec
 
 RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
 # Share of a GPU's memory that a run may be predicted to take: the estimate is within a tenth of

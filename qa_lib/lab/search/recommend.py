@@ -31,9 +31,12 @@ from qa_lib.lab.search.sizes import (
     shared_size,
 )
 from qa_lib.lab.search.step_memory import config_of
+from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
-from qa_lib.spec.spec import Machine, Spec
-from qa_lib.spec.variants import TASKS, Settings, lacking
+from qa_lib.spec.rules import lacking
+from qa_lib.spec.settings import Settings
+from qa_lib.spec.spec import Spec
+from qa_lib.spec.tasks import TASKS
 
 # The variant.
 
@@ -82,7 +85,7 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
 def _options(spec: Spec, machine: Machine, runs: str | Path) -> list[Spec]:
     """Return the task's variants at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
-    variants = task["on_gpu"] if machine.gpus else task["on_cpu"]
+    variants = task.on_gpu if machine.gpus else task.on_cpu
     committed = committed_records(spec.preset.task)
     options = []
     for variant in variants:

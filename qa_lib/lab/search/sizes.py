@@ -20,7 +20,9 @@ from qa_lib.lab.search.history import committed_records, failed_records, failure
 from qa_lib.lab.search.memory_estimate import USABLE, MemoryNeeds, unpredicted
 from qa_lib.records import record
 from qa_lib.records.files import RecordError
-from qa_lib.spec.spec import Machine, Spec, resolve
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.resolve import resolve
+from qa_lib.spec.spec import Spec
 
 
 def divisors(batch: int, most: float) -> list[int]:

@@ -18,7 +18,7 @@ from qa_lib.lab.launch.local import Launcher, probe, say_idle
 from qa_lib.records.record import FINISHED, SCORING
 from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Spec
-from qa_lib.spec.variants import TASKS
+from qa_lib.spec.tasks import TASKS
 
 
 def main(args: argparse.Namespace) -> int:
@@ -92,11 +92,11 @@ def _score(trial: Spec, entry: dict) -> float | None:
     """Return the score that points are compared by; None for a run that did not end ok."""
     if entry["status"] != "ok":
         return None
-    return entry["quality"][TASKS[trial.preset.task]["tuned_by"]]
+    return entry["quality"][TASKS[trial.preset.task].tuned_by]
 
 
 def _score_label(trial: Spec) -> str:
-    return TASKS[trial.preset.task]["tuned_label"]
+    return TASKS[trial.preset.task].tuned_label
 
 
 def _print_point(trial: Spec, entry: dict) -> None:

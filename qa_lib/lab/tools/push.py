@@ -27,7 +27,8 @@ from qa_lib.errors import UserError, first_line, printable
 from qa_lib.model.hf_checkpoint import SAVED, SUMS, inspect_checkpoint
 from qa_lib.records import record
 from qa_lib.records.files import writable_folder, write_atomically
-from qa_lib.spec.variants import TASKS, VARIANTS
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import VARIANTS
 
 RESULTS = ".eval_results"  # folder of the hub's evaluation results
 CARD = "README.md"  # not in SHA256SUMS: its owner may well write more into it
@@ -91,33 +92,38 @@ def hub_names(entry: dict) -> tuple[str | None, str | None]:
 
 def eval_results(entry: dict) -> list[EvalResult]:
     """The scores that the hub has names for."""
-    card, data = TASKS[entry["task"]["name"]]["card"], entry["data"]["name"]
+    card, data = TASKS[entry["task"]["name"]].card, entry["data"]["name"]
     about = {
-        "task_type": card["pipeline_tag"],
+        "task_type": card.pipeline_tag,
         "dataset_type": data,
         "dataset_name": data,
         "dataset_split": "validation",
     }
     return [
         EvalResult(**about, metric_type=kind, metric_name=name, metric_value=round(value, 4))
-        for name, kind in card["metrics"].items()
+        for name, kind in card.metrics.items()
         if (value := entry["quality"][name]) is not None
     ]
 
 
 def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
     """The card of the model that a run has kept, by its record and these scores."""
-    card, (model, data) = TASKS[entry["task"]["name"]]["card"], hub_names(entry)
+    card, (model, data) = TASKS[entry["task"]["name"]].card, hub_names(entry)
     metadata = ModelCardData(
         base_model=model,
         datasets=data and [data.partition(":")[0]],
-        pipeline_tag=card["pipeline_tag"],
+        pipeline_tag=card.pipeline_tag,
         library_name="transformers",
         model_name=entry["run_id"],
         eval_results=results,
     )
     variant = VARIANTS.get(entry["spec"]["variant"])
-    names = {"entry": entry, "base": entry["model"]["name"], "data": entry["data"]["name"], **card}
+    names = {
+        "entry": entry,
+        "base": entry["model"]["name"],
+        "data": entry["data"]["name"],
+        **vars(card),
+    }
     names |= {"why": variant.why if variant else "of another version"}
     return ModelCard.from_template(
         metadata, template_str=TEMPLATE.read_text(encoding="utf-8"), **names

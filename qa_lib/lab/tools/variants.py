@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 import json
 
-from qa_lib.spec.variants import NEEDS, VARIANTS, Variant, about, since
+from qa_lib.spec.rules import requirements, since
+from qa_lib.spec.variants import VARIANTS, Variant
 
 
 def main(args: argparse.Namespace) -> int:
@@ -38,6 +39,6 @@ def as_json(variant: Variant) -> dict:
         **dataclasses.asdict(variant),
         "family": variant.family,
         "settings": dataclasses.asdict(settings),
-        "needs": [need["why"] for need in about(settings, NEEDS)],
+        "needs": [requirement.sentence for requirement in requirements(settings)],
         "since": since(settings),
     }

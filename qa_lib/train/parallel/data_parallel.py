@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from qa_lib.model.architectures import layers_of
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.settings import Settings
 from qa_lib.train.compile import compiled
 from qa_lib.train.parallel.process_group import ProcessGroup
 

@@ -47,7 +47,8 @@ from qa_lib.errors import SpecError
 from qa_lib.measure.meter import Stopwatch
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.packed import ModelStage
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.rules import unshared
+from qa_lib.spec.settings import Settings
 from qa_lib.train.compile import LossOf, compiled
 from qa_lib.train.optim import Precision
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, flatten, square_norm, total_norm
@@ -92,9 +93,16 @@ class Pipeline(OneBucketDDP):
         encoder = encoder_of(model)
         layers = layers_of(model)
         self.count = ranks.stages * settings.chunks  # parts of all processes
-        size, rest = divmod(len(layers), self.count)
-        if rest:
-            raise SpecError(f"a model of {len(layers)} layers has no {self.count} equal parts")
+        why = unshared(
+            settings,
+            layers=len(layers),
+            heads=model.config.num_attention_heads,
+            world=ranks.world,
+            stages=ranks.stages,
+        )
+        if why:
+            raise SpecError(why)
+        size = len(layers) // self.count
         mesh = dist.init_device_mesh(
             ranks.device.type, (ranks.replicas, ranks.stages), mesh_dim_names=("replica", "stage")
         )

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from qa_lib.spec.spec import Spec, replicas
+from qa_lib.spec.rules import replicas
+from qa_lib.spec.spec import Spec
 from qa_lib.train.grad_noise import StepStats
 
 SILENCE = timedelta(minutes=5)  # after which a process that waits for the others gives up

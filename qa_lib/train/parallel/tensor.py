@@ -24,7 +24,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from qa_lib.errors import SpecError
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.spec.variants import Settings
+from qa_lib.spec.rules import unshared
+from qa_lib.spec.settings import Settings
 from qa_lib.train.parallel.data_parallel import (
     NoParallel,
     flatten,
@@ -54,9 +55,15 @@ class Tensor(NoParallel):
         Raises SpecError where the processes do not divide the heads. A plan refuses that before,
         but not for a model that was not here yet, nor for a run that more processes resume.
         """
-        heads = model.config.num_attention_heads
-        if heads % ranks.world:
-            raise SpecError(f"{ranks.world} processes do not divide {heads} heads of attention")
+        why = unshared(
+            settings,
+            layers=len(layers_of(model)),
+            heads=model.config.num_attention_heads,
+            world=ranks.world,
+            stages=ranks.stages,
+        )
+        if why:
+            raise SpecError(why)
         encoder = encoder_of(model)
         widening, narrowing = encoder.linears
         cuts = {
