@@ -382,7 +382,7 @@ def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """What `recommended` takes on cards that people have."""
     gpu = evidence.select(runs, group)["env.gpu"].iloc[0]
     said = (
-        "`recommended` takes the first of [a list](qa_lib/spec/tasks.toml), quickest on the "
+        "`recommended` takes the first of [a list](qa_lib/spec/tasks.py), quickest on the "
         f"{gpu} first, for which the card has kernels and memory. Elsewhere the order is a guess."
     )
     return f"{markdown(cards_table())}\n\n{said}"
