@@ -14,8 +14,8 @@ for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)
 
 _HOMES = {
-    "plan": "run.plan",
-    "fit": "run.fit",
+    "plan": "lab.search.plan",
+    "fit": "lab.launch.anywhere",
     "ask": "score.predict",
     "load_data": "data.load",
     "app": "lab.app.page",

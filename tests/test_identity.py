@@ -19,7 +19,7 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
 from qa_lib.measure import hardware
-from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint, replacing
+from qa_lib.model.hf_checkpoint import inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
 from qa_lib.run.fit import LOADERS, fit, prepare
 from qa_lib.run.plan import identify_data, identify_model, plan
@@ -90,7 +90,7 @@ def test_every_file_that_is_opened_is_in_the_identity(model):
     build_tokenizer(model)
     AutoModelForQuestionAnswering.from_pretrained(model)
     found = {Path(path).name for path in opened}
-    files = {path.name for path in checkpoint_files(model, inspect_checkpoint(model)[1])}
+    files = {path.name for path in inspect_checkpoint(model).files}
     assert (
         found & {path.name for path in model.iterdir()} <= files
         and "tokenizer_config.json" in found

@@ -15,11 +15,11 @@ from qa_lib.lab.launch.warm import SERVER
 from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import SAYINGS, factor, number, percent, points, terminal
 from qa_lib.lab.report.load import REFERENCE, load_runs, select
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import notebook_command, sweep
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.records.record import write_atomically
-from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine, Spec
 from qa_lib.spec.variants import tagged
 

@@ -451,7 +451,7 @@ def lock(run_dir: Path, name: str = ".lock"):
     RecordError for a folder that cannot be written to or is a link, and for a lock that is no regular file.
 
     `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-    For other hosts, where the file system hands locks on: lab/launch/local.py says which do.
+    For other hosts, where the file system hands locks on: lab/launch/slurm.py says which do.
     """
     try:
         writable_folder(run_dir).mkdir(parents=True, exist_ok=True)

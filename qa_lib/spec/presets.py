@@ -43,7 +43,7 @@ class Preset:
     comparable."""
 
     name: str
-    task: str = "qa"  # a name of run/fit.py
+    task: str = "qa"  # a name of run/tasks.py
     model: str = "bert-base-uncased"  # tiny | a hub name | "" where --model must name a folder
     data: str = "squad_v2"  # synthetic:N | a hub name | "" where --data must name a file or folder
     max_length: int = 384  # tokens of a sample, at most

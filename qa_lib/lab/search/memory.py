@@ -6,7 +6,7 @@ import pandas as pd
 
 from qa_lib.lab.cli import variants_of
 from qa_lib.lab.search.memory_estimate import SquadLengths, estimate, gpu_of, unpredicted
-from qa_lib.run.plan import plan
+from qa_lib.lab.search.plan import plan
 from qa_lib.spec.presets import find_preset
 
 

@@ -24,14 +24,16 @@ import pandas as pd
 import torch
 
 from qa_lib.errors import UserError, wrapped
-from qa_lib.lab.launch.process import call, child_env
+from qa_lib.lab.launch.driver import surroundings
+from qa_lib.lab.launch.process import Work, child_command, child_env
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware, trace
 from qa_lib.measure.meter import MIB, Hooks, memory_use
 from qa_lib.model.architectures import encoder_of
 from qa_lib.model.build import DTYPES
 from qa_lib.records import record
-from qa_lib.run.fit import LOADERS, prepare, shares_gpu, train
-from qa_lib.run.plan import plan
+from qa_lib.run.fit import prepare, train
+from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.spec.spec import Spec
 
 WARM, TIMED, PROFILED = 12, 20, 3  # steps: to settle, for the step's length, under the profiler
@@ -159,7 +161,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
         torch.set_num_threads(spec.preset.threads)
     device, run_dir = hardware.train_device(), Path(runs) / spec.run_path
     record.check_folder(run_dir)
-    data = LOADERS[spec.preset.task](spec)
+    data = WORKFLOWS[spec.preset.task].load(spec)
     # The same kernels one by one, for what a graph hides: who launched them, and when memory was taken.
     open_spec = dataclasses.replace(
         spec, settings=dataclasses.replace(spec.settings, cuda_graph=False)
@@ -201,7 +203,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     """For a picture in a notebook: trace.summary of a few steady steps, and trace.work of the last of them. Holds the
     GPU meanwhile, since other runs may be timed there."""
     device = hardware.train_device()
-    with hardware.gpu_lock(device, shares_gpu(device)):
+    with hardware.gpu_lock(device, surroundings().shares(device)):
         found, events, step_ms, _ = _time(spec, data, device, SETTLED)
     return trace.summary(found, events, step_ms), found[found["step"] == found["step"].max()]
 
@@ -274,7 +276,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
         " --profile-from-start off --target-processes application-only --graph-profiling node"
     )
     say("Nsight Compute runs every kernel of a step several times; this takes minutes")
-    command = call("qa_lib.lab.tools.profile:count_one_step", spec)
+    command = child_command(Work.COUNT, spec)
     done = subprocess.run(
         ["ncu", *options.split(), *command], capture_output=True, text=True, env=child_env()
     )
@@ -315,7 +317,7 @@ def parse_counters(text: str) -> list[dict]:
 def count_one_step(spec: Spec) -> None:
     """What runs under Nsight Compute."""
     hooks = CounterHooks()
-    _train(spec, hooks.at, LOADERS[spec.preset.task](spec), hardware.train_device(), hooks)
+    _train(spec, hooks.at, WORKFLOWS[spec.preset.task].load(spec), hardware.train_device(), hooks)
 
 
 def main(args: argparse.Namespace) -> int:

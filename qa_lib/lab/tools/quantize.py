@@ -18,7 +18,7 @@ from qa_lib.measure.hardware import environment
 from qa_lib.model.hf_checkpoint import inspect_checkpoint
 from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.records import record
-from qa_lib.run.plan import go_offline_without_network, identify_data, without_folders
+from qa_lib.run.identity import go_offline_without_network, identify_data, without_folders
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import (
     Model,
@@ -115,7 +115,7 @@ def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
         "best_f1_threshold": found["best_f1_thresh"],
     }
     return scores | {
-        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder)[1])
+        "weights_bytes": sum(path.stat().st_size for path in inspect_checkpoint(folder).weights)
     }
 
 
