@@ -9,9 +9,9 @@ import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.lab.launch.local import Launcher
+from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
 from qa_lib.records.archive import STEP_COLUMNS, read_runs
-from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
 from tests.material import leave, refused, write
 

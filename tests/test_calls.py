@@ -8,8 +8,8 @@ import qa_lib
 from qa_lib.calls import checked, expect, shown
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
-from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.search.plan import plan
 from qa_lib.score.predict import ask
 from qa_lib.versions import LEAST, check_versions
 from tests.material import ROOT, python, refused, squad_folder, write

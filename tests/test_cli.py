@@ -18,9 +18,9 @@ import pytest
 from qa_lib import __main__ as cli
 from qa_lib.errors import UserError
 from qa_lib.lab.cli import VERBS, parser_of, variants_of
+from qa_lib.lab.launch import anywhere
+from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import new_record
-from qa_lib.run import fit
-from qa_lib.run.plan import plan
 from qa_lib.spec import variants
 from qa_lib.spec.spec import Machine
 from tests.conftest import slow
@@ -180,6 +180,6 @@ def test_run_says_what_was_measured_and_no_more(monkeypatch, tmp_path, typed):
         entry["quality"] |= {"f1": 81.5, "always_null_f1": 90.0}
         return entry
 
-    monkeypatch.setattr(fit, "fit", trained)
+    monkeypatch.setattr(anywhere, "fit", trained)
     said = r"A1: ok, F1 81\.50, never answering 90\.00\nruns/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json\n"
     assert re.fullmatch(said, typed("run A1 --preset smoke"))

@@ -5,6 +5,7 @@ import gzip
 import json
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -18,11 +19,14 @@ from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
-from qa_lib.run.fit import LOADERS, fit, prepare
-from qa_lib.run.plan import identify_data, identify_model, plan
+from qa_lib.run.fit import prepare
+from qa_lib.run.identity import identify_data, identify_model
+from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
@@ -132,7 +136,8 @@ def test_a_file_that_changes_after_the_plan_ends_the_run_and_is_named(
     if when == "before":
         change(path)
     else:
-        monkeypatch.setitem(LOADERS, "qa", lambda spec: (load_data(spec), change(path))[0])
+        workflow = replace(WORKFLOWS["qa"], load=lambda spec: (load_data(spec), change(path))[0])
+        monkeypatch.setitem(WORKFLOWS, "qa", workflow)
     if when == "meanwhile" and path.parent == squad:  # what was loaded is what was planned
         assert fit(spec, tmp_path / "runs", say=quiet)["status"] == "ok"
         return

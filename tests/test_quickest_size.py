@@ -7,11 +7,10 @@ from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
-from qa_lib.lab.launch import local as launch
 from qa_lib.lab.search import recommend as choosing
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import notebook_parameters
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.presets import QUICKEST
 from qa_lib.spec.spec import Machine
 from tests.material import leave, refused
@@ -244,5 +243,5 @@ def test_a_sweep_says_its_size_once_within_100_columns(
 
 def test_a_node_that_was_probed_has_its_whole_memory():
     fields = dataclasses.asdict(T4)
-    assert launch.Machine(**fields) == T4 and fields["total_mib"] == 14950
+    assert Machine(**fields) == T4 and fields["total_mib"] == 14950
     assert record.FIRST_STEPS == 3

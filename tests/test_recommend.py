@@ -16,19 +16,20 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import DataError
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
+from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.launch import process
+from qa_lib.lab.launch.recommended import run_in_turn
 from qa_lib.lab.report import load
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.lab.search import recommend as choosing
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware
 from qa_lib.records import record
-from qa_lib.run import fit
-from qa_lib.run.plan import plan
+from qa_lib.run import recording
 from qa_lib.spec.spec import Machine, resolve
 from qa_lib.spec.variants import TASKS, VARIANTS, find_recipe
 from qa_lib.train.step_log import StepFailed
-from tests import small  # noqa: F401, which has the preset
+from tests import faulty, small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import cases, committed, leave, refused, table, write
 from tests.tiny import CPU, checkpoint
@@ -239,7 +240,9 @@ def test_mistakes_are_told_by_their_kind():
         (failed, False),
         (RuntimeError(), False),
     ):
-        assert (fit.outcome_of(problem)["error"]["kind"] in record.MISTAKES) is mistake, problem
+        assert (recording.outcome_of(problem)["error"]["kind"] in record.MISTAKES) is mistake, (
+            problem
+        )
 
     for module in pkgutil.walk_packages(qa_lib.__path__, "qa_lib."):
         if not module.name.startswith(
@@ -263,8 +266,8 @@ def cold(monkeypatch, folder):
 
 def warm(monkeypatch, folder):
     """Processes are forked, and A4's first step fails by itself."""
-    command = partial(process.call, "tests.faulty:work_but_a4")
-    monkeypatch.setattr(fit, "Launcher", partial(launch.Launcher, warm=True, command=command))
+    launcher = partial(launch.Launcher, warm=True, command=faulty.command_without_a4)
+    monkeypatch.setattr(anywhere, "Launcher", launcher)
 
 
 @pytest.mark.parametrize("plant", [warm, slow(cold)])
@@ -438,7 +441,7 @@ def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_pat
 
     monkeypatch.setattr(launch.Launcher, "run_all", work)
     monkeypatch.setattr(launch, "is_finished", lambda runs, spec: (runs / spec.run_path).exists())
-    found = launch.run_in_turn(launch.Launcher(tmp_path, CPU, {}), specs, lambda _: None)
+    found = run_in_turn(launch.Launcher(tmp_path, CPU, {}), specs, lambda _: None)
     assert [spec.variant for spec in found] == ["A2"]
 
 

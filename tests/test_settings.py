@@ -27,7 +27,6 @@ from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
-from qa_lib.run import fit
 from qa_lib.spec.spec import adjust, missing
 from qa_lib.spec.variants import CONFLICTS, VARIANTS, Settings, _matches, choices, find_recipe
 from qa_lib.train import loop, optim, trainer
@@ -287,7 +286,7 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
 
 
 def test_tables_of_the_code_have_every_value_of_their_setting():
-    tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES, "engine": fit.ENGINES}
+    tables = {"optimizer": optim.OPTIMIZERS, "schedule": pipeline.SCHEDULES}
     tables |= {
         "precision": DTYPES_OF,
         "parallel": [*loop.STRATEGIES, "deepspeed"],

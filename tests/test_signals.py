@@ -17,8 +17,8 @@ import psutil
 import pytest
 
 from qa_lib.errors import CTRL_C, SIGNALS
+from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.process import DRIVER_GONE
-from qa_lib.run.fit import fit
 from tests.conftest import slow
 from tests.material import ROOT, cases, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook

@@ -13,7 +13,7 @@ import pytest
 
 from qa_lib.lab.cli import parser_of
 from qa_lib.lab.launch import local as launch
-from qa_lib.run.plan import plan
+from qa_lib.lab.search.plan import plan
 from qa_lib.spec.spec import Machine
 from qa_lib.spec.variants import find_family
 from tests.material import ROOT, end_of, refused

@@ -20,10 +20,10 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.launch.process import call, child_env, spec_from
+from qa_lib.lab.launch.process import child_env, spec_from
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure.hardware import this_machine
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Machine
 from tests import small, warm
 from tests.conftest import slow
@@ -373,7 +373,7 @@ def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault)
     def command(spec, runs):
         if fault == "no process" and tmp_path / spec.run_path == lost:
             raise EOFError
-        return call("tests.small:pretend", spec, runs, 0.05)
+        return small.pretend_command(spec, runs, 0.05)
 
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
@@ -451,7 +451,7 @@ def test_a_folder_that_no_run_may_have_costs_that_run_alone(tmp_path, spoil, cap
     before = sorted(path.name for path in folder.iterdir())
 
     def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
+        return small.pretend_command(spec, runs, 0.0)
 
     launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
     entries = sweep.sweep(specs, launcher)
@@ -478,7 +478,7 @@ def test_force_empties_a_folder_and_nothing_that_its_links_lead_to(tmp_path):
     (tmp_path / specs[1].run_path).symlink_to(theirs)
 
     def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
+        return small.pretend_command(spec, runs, 0.0)
 
     launcher = launch.Launcher(tmp_path, Machine(), {}, force=True, command=command)
     assert [entry["status"] for entry in launcher.run_all(specs)] == ["ok", "error"]
@@ -502,7 +502,7 @@ def test_runs_may_lie_on_another_disk(tmp_path, typed):
     (spec,) = plan(["A1"], "test", data="synthetic:80", machine=Machine())
 
     def command(spec, runs):
-        return call("tests.small:pretend", spec, runs, 0.0)
+        return small.pretend_command(spec, runs, 0.0)
 
     launcher = launch.Launcher(tmp_path / "runs", Machine(), {}, command=command)
     assert launcher.run_all([spec])[0]["status"] == "ok"
