@@ -11,10 +11,10 @@ from huggingface_hub import ModelCard, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.model.build import build_model, save_model
 from qa_lib.records import record
-from qa_lib.run import fit
+from qa_lib.run import fit as fitting
+from qa_lib.run.card import check_own, write_card
 from qa_lib.spec.spec import Machine
 from tests.material import refused
 from tests.tiny import planned
@@ -56,27 +56,33 @@ def run_dir(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / kept.name)
 
 
-def test_a_card_says_what_was_trained_how(kept):
-    card = ModelCard.load(kept / "model" / "README.md")
-    metadata = card.data.to_dict()
-    assert (metadata["pipeline_tag"], metadata["library_name"]) == (
-        "question-answering",
-        "transformers",
-    )
-    scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
+def test_a_cards_metadata_is_what_the_hub_reads(kept):
+    metadata = ModelCard.load(kept / "model" / "README.md").data
+    assert metadata.pipeline_tag == "question-answering"
+    assert metadata.library_name == "transformers"
+    scores = {result.metric_type: result.metric_value for result in metadata.eval_results}
     assert scores == {"exact_match": 77.5, "f1": 81.25}
-    assert (
-        card.data.base_model is None and card.data.datasets is None
-    )  # tiny and synthetic:40 are not of the hub
-    for words in (
+
+
+def test_a_model_and_data_that_are_not_of_the_hub_are_not_in_the_metadata(kept):
+    metadata = ModelCard.load(kept / "model" / "README.md").data
+    assert metadata.base_model is None, "tiny"
+    assert metadata.datasets is None, "synthetic:40"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         "LoRA r=32",
         "1 × NVIDIA H200",
         "1.9 min of training",
         "0.25 J",
         "57,474 were",
         "generated",
-    ):
-        assert words in card.text
+    ],
+)
+def test_a_card_says_what_was_trained_how(words, kept):
+    assert words in ModelCard.load(kept / "model" / "README.md").text
 
 
 def test_names_of_the_hub_are_in_its_metadata(tmp_path):
@@ -107,26 +113,31 @@ def test_the_lines_of_a_card_load_the_model_and_answer(kept, monkeypatch, capsys
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, monkeypatch):
+def test_a_model_of_the_run_may_be_replaced(run_dir):
+    check_own(run_dir / "model", run_dir.name)
+    (run_dir / "model" / "README.md").unlink()  # as an older version left it
+    check_own(run_dir / "model", run_dir.name)
+
+
+def test_a_model_of_another_run_is_not_replaced(run_dir):
     model = run_dir / "model"
-    check_own(model, run_dir.name)
-    (model / "README.md").unlink()  # as an older version left it
-    check_own(model, run_dir.name)
     (model / "README.md").write_text("run A1-s0-000000")
     refused(r"model does not name run .*: move it elsewhere", check_own, model, run_dir.name)
 
+
+def test_a_model_folder_of_something_else_is_told_before_the_work(tmp_path, monkeypatch):
+    """What has ended well stays so."""
     spec, entry = finished()
-    theirs, folder = tmp_path / "my-bert", tmp_path / "runs" / spec.run_path
-    theirs.mkdir()
-    (theirs / "config.json").write_text("{}")
-    folder.mkdir(parents=True)
-    shutil.copytree(theirs, folder / "model")
-    monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
-    record.finish(folder, entry, "ok")
-    before = (folder / "record.json").read_bytes()
-    refused("does not name run", fit.fit, spec, tmp_path / "runs")
-    assert (folder / "model" / "config.json").read_text() == "{}"
-    assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
+    run_dir = tmp_path / "runs" / spec.run_path
+    config = run_dir / "model" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text("{}")
+    record.finish(run_dir, entry, "ok")
+    before = (run_dir / "record.json").read_bytes()
+    monkeypatch.setattr(fitting, "prepare", lambda *_: pytest.fail("it was not told before"))
+    refused("does not name run", fitting.fit, spec, tmp_path / "runs")
+    assert config.read_text() == "{}"
+    assert (run_dir / "record.json").read_bytes() == before
 
 
 class Hub:
