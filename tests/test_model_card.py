@@ -208,28 +208,38 @@ def hub(monkeypatch):
     set_client_factory(default_client_factory)
 
 
-def test_a_push_brings_every_file(kept, hub, typed):
+def test_a_push_brings_every_file_into_a_private_repository(kept, hub, typed):
     assert typed("push", kept, "me/bert-squad") == f"{hub.url}/me/bert-squad\n"
-    repo, folder = hub.repos["me/bert-squad"], kept / "model"
-    assert repo["private"] and repo["files"] == {
-        path.name: path.read_bytes() for path in folder.iterdir()
-    }
+    repo = hub.repos["me/bert-squad"]
+    assert repo["private"] is True
+    assert repo["files"] == {path.name: path.read_bytes() for path in (kept / "model").iterdir()}
 
 
-def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hub, typed):
+def test_a_push_of_a_run_from_before_there_were_cards_writes_one(run_dir, hub, typed):
     (run_dir / "model" / "README.md").unlink()
     typed("push", run_dir, "me/one")
     assert "README.md" in hub.repos["me/one"]["files"]
+
+
+def test_nothing_is_public_unless_it_is_said(run_dir, hub, typed):
+    typed("push", run_dir, "me/one")
+    typed("push --public", run_dir, "me/two")
+    assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
+
+
+def test_a_repository_that_exists_is_left_alone_unless_it_is_said(run_dir, hub, typed):
+    typed("push", run_dir, "me/one")
     said = typed("push", run_dir, "me/one", code=2)
     assert "error: me/one is there already: give another name, or --add" in said
     typed("push --add", run_dir, "me/one")
+
+
+def test_a_public_repository_is_added_to_only_as_public(run_dir, hub, typed):
     typed("push --public", run_dir, "me/two")
-    assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
     (run_dir / "model" / "README.md").write_text("---\nlicense: mit\n---\nnew")
-    assert "error: me/two is public: --add --public" in typed(
-        "push --add", run_dir, "me/two", code=2
-    )
-    assert b"new" not in hub.repos["me/two"]["files"]["README.md"][-3:]
+    said = typed("push --add", run_dir, "me/two", code=2)
+    assert "error: me/two is public: --add --public" in said
+    assert not hub.repos["me/two"]["files"]["README.md"].endswith(b"new")
     typed("push --add --public", run_dir, "me/two")
     assert hub.repos["me/two"]["files"]["README.md"].endswith(b"new")
 
@@ -283,35 +293,69 @@ def test_evaluation_results_of_data_of_the_hub_are_made_of_the_record(kept, hub,
     assert names == {".eval_results/squad_v2.yaml"}
 
 
-def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, typed, monkeypatch):
-    def told(*words):
-        said = typed("push", *words, code=2)
-        assert said.count("\n") == 1 and not hub.repos
-        return said
+# What keeps a push from the hub: each is told in one line, and makes no repository.
 
-    assert "'bert' is no name of the hub with its owner" in told(run_dir, "bert")
-    assert "'me/a b' is no name of the hub" in told(run_dir, "me/a b")
-    assert "no record" in told(tmp_path / "nothing", "me/bert")
+
+def told(typed, hub, *words) -> str:
+    """The one line with which a push ends that has made nothing."""
+    said = typed("push", *words, code=2)
+    assert said.count("\n") == 1
+    assert not hub.repos
+    return said
+
+
+@pytest.mark.parametrize("repo", ["bert", "me/a b"])
+def test_a_repository_is_an_owner_and_a_name(repo, run_dir, hub, typed):
+    said = told(typed, hub, run_dir, repo)
+    assert f"'{repo}' is no name of the hub with its owner" in said
+
+
+def test_a_folder_without_a_record_has_nothing_to_push(tmp_path, hub, typed):
+    assert "no record" in told(typed, hub, tmp_path / "nothing", "me/bert")
+
+
+def test_a_token_that_may_not_write_is_refused(run_dir, hub, typed, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    assert "the hub refuses the token: type `hf auth login`" in told(run_dir, "me/bert")
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "the hub refuses the token: type `hf auth login`" in said
+
+
+def test_a_push_takes_a_token(run_dir, hub, tmp_path, typed, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert "no token for the hub: type `hf auth login`, or set HF_TOKEN" in told(run_dir, "me/bert")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "no token for the hub: type `hf auth login`, or set HF_TOKEN" in said
+
+
+def test_a_hub_that_is_not_there_is_told(run_dir, hub, typed, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "me/bert: not uploaded: ConnectError" in told(run_dir, "me/bert")
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    assert "me/bert: not uploaded: ConnectError" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_card_without_metadata_is_not_uploaded(run_dir, hub, typed):
     (run_dir / "model" / "README.md").write_text("Mine.")
     said = typed("push", run_dir, "me/begun", code=2)
     assert "me/begun: not uploaded: ValueError: Invalid metadata in README.md" in said
-    assert list(hub.repos.pop("me/begun")["files"]) == []
+    assert list(hub.repos["me/begun"]["files"]) == []
+
+
+def test_a_model_that_was_changed_is_not_uploaded(run_dir, hub, typed):
     (run_dir / "model" / "config.json").write_text("{}")
-    assert "is not the file that was saved" in told(run_dir, "me/bert")
+    assert "is not the file that was saved" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_run_that_a_process_works_on_is_not_uploaded(run_dir, hub, typed):
     with record.lock(run_dir):
-        assert "another process is working on this run" in told(run_dir, "me/bert")
+        said = told(typed, hub, run_dir, "me/bert")
+    assert "another process is working on this run" in said
+
+
+def test_a_run_that_was_killed_is_not_uploaded(run_dir, hub, typed):
     record.finish(run_dir, record.read_record(run_dir), "killed")
-    assert "it has ended as 'killed'" in told(run_dir, "me/bert")
+    assert "it has ended as 'killed'" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_run_that_kept_no_model_has_nothing_to_push(run_dir, hub, typed):
     shutil.rmtree(run_dir / "model")
-    assert "no model/ in it; a run keeps its model at a preset that measures quality" in told(
-        run_dir, "me/bert"
-    )
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "no model/ in it; a run keeps its model at a preset that measures quality" in said
