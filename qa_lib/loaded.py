@@ -16,9 +16,9 @@ import os
 import re
 from pathlib import Path
 
-# Folders that decide nothing of what a training computes. The lab starts, searches, shows and tells;
-# what it hands to a training is in the spec, whose hash a checkpoint carries as well. No module
-# outside of it imports it (tests/test_layout.py).
+# Folders that decide nothing of what a training computes. The lab starts, searches, shows and
+# tells; what it hands to a training is in the spec, whose hash a checkpoint carries as well. No
+# module outside of it imports it (tests/test_layout.py).
 APART = {"lab"}
 # Names of files and folders that are no code.
 NO_CODE = re.compile(
@@ -74,7 +74,7 @@ def file_digests(package: Path) -> dict[str, str]:
 
 
 class LoadedCode:
-    """The code of a package as it was when this was made, and which of its files have changed since."""
+    """The code of a package as it was when this was made, and what of it has changed since."""
 
     def __init__(self, package: Path):
         self.package = package

@@ -1,4 +1,4 @@
-"""What `plan`, `fit`, `ask` and `load_data` say of a wrong word, type or version: one line that names it."""
+"""What the public functions say of a wrong word, type or version: one line that names it."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What compilers keep is taken from a folder that this user alone can have written to, on a way of which that holds."""
+"""What compilers keep is taken from a folder that nobody else can have written to, or led to."""
 
 import os
 import shlex
@@ -185,7 +185,7 @@ def test_another_path_is_led_to_by_a_link_which_stays_the_same(tmp_path, odd):
 
 @pytest.fixture
 def odd(tmp_path, monkeypatch):
-    """A folder with a blank and a quote in its name, as the temporary folder; what says so is as before afterwards."""
+    """A temporary folder with a blank and a quote in its name, for the time of a test."""
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))

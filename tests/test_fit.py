@@ -130,8 +130,8 @@ def test_a_finished_run_is_returned_and_not_trained_again(tmp_path):
     first = fit(spec, tmp_path, say=quiet)
     assert fit(spec, tmp_path, say=said.append) == first
     assert said == [
-        f"finished on {first['time']['started'][:10]}; to train it anew, give --force, or in Python "
-        "force=True"
+        f"finished on {first['time']['started'][:10]}; to train it anew, give --force, or in "
+        "Python force=True"
     ]
 
 
@@ -163,7 +163,8 @@ def test_a_chosen_size_is_said_once(tmp_path):
 def test_a_run_too_short_to_time_says_so(tmp_path):
     said = []
     entry = fit(short(steps=3, measure_from=30), tmp_path, say=said.append)
-    why = "speed: not measured, too few steps to time: 3, of which the first 30 of a process are warm-up"
+    why = "speed: not measured, too few steps to time: 3, "
+    why += "of which the first 30 of a process are warm-up"
     assert entry["speed"]["samples_per_s"] is None
     assert why in entry["spec"]["adjusted"]
     assert f"A1: {why}" in said

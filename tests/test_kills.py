@@ -1,7 +1,7 @@
-"""Runs that are killed again and again and go on from their checkpoint: at the end nothing tells them from one run
-without a break.
+"""Runs that are killed again and again: at the end nothing tells them from one without a break.
 
-QA_LIB_KILLS=40 python -m pytest tests/test_kills.py  kills as often as that, where CI does it a handful of times.
+`QA_LIB_KILLS=40 python -m pytest tests/test_kills.py` kills as often as that, where CI does it a
+handful of times.
 """
 
 import os

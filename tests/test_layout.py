@@ -10,8 +10,8 @@ import pytest
 from qa_lib.paths import PACKAGE
 from tests.material import without_torch
 
-# Each part of the package imports itself and what stands before it. `lab` is last: it starts, searches, shows and
-# tells, and the library below it works without it.
+# Each part of the package imports itself and what stands before it. `lab` is last: it starts,
+# searches, shows and tells, and the library below it works without it.
 ORDER = [
     "loaded",
     "errors",
@@ -35,7 +35,7 @@ ORDER = [
 ]
 # These could be taken out of the package as they are: they import nothing else of it.
 BY_THEMSELVES = ["peers", "kernels"]
-# A driver starts runs, and a report shows them, without PyTorch, which takes seconds and holds a GPU.
+# A driver starts runs, and a report shows them, without PyTorch: it takes seconds, and a GPU.
 WITHOUT_TORCH = [
     "loaded",
     "errors",
@@ -97,8 +97,8 @@ def test_a_module_imports_only_what_stands_before_it(module):
 
 
 def test_packages_hold_nothing_themselves():
-    # The package's own face hands on names, and that of `data` asks the versions of libraries before its modules
-    # import them.
+    # The package's own face hands on names, and that of `data` asks the versions of libraries
+    # before its modules import them.
     faces = [PACKAGE / "__init__.py", PACKAGE / "data" / "__init__.py"]
     others = [path for path in PACKAGE.rglob("__init__.py") if path not in faces]
     assert len(others) > 10

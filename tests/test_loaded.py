@@ -1,4 +1,4 @@
-"""A checkpoint is gone on from by the code and the settings that it is of: whichever file is edited, and whenever."""
+"""A checkpoint is gone on from by the code and the settings that it is of, and by no others."""
 
 import dataclasses
 import os

@@ -141,7 +141,7 @@ def test_a_model_folder_of_something_else_is_told_before_the_work(tmp_path, monk
 
 
 class Hub:
-    """As much of the hub's API as an upload takes: repositories with `private`, and the files that came."""
+    """As much of the hub's API as an upload takes: repositories and their files."""
 
     def __init__(self):
         self.repos, self.url = {}, "http://hub.of.this.test"
@@ -260,8 +260,8 @@ def test_a_push_leaves_what_no_checkpoint_has_and_names_it(run_dir, hub, tmp_pat
     assert set(hub.repos["me/bert"]["files"]) == own - {"README.md"}
     assert b"password" not in b"".join(hub.repos["me/bert"]["files"].values())
     assert said.splitlines()[0] == (
-        "not uploaded, since no files of a checkpoint: .env, .git, README.md, README.md.bak, notes.txt, "
-        "readme-link.md, sub, training_args.bin"
+        "not uploaded, since no files of a checkpoint: .env, .git, README.md, README.md.bak, "
+        "notes.txt, readme-link.md, sub, training_args.bin"
     )
 
 

@@ -1,6 +1,7 @@
-"""Asked to end, every verb does one thing: its children end, records say by what, a line says so, in five seconds.
+"""Asked to end, every verb ends its children, says by what in records and in a line, in seconds.
 
-And a driver that had no time to end anything leaves no run that goes on alone. All with real processes.
+A driver that had no time to end anything leaves no run that goes on alone. All of this is with real
+processes.
 """
 
 import os
@@ -31,7 +32,8 @@ COMMANDS = {
     "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
 }
 SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
-SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
+# At a tenth of the steps: long enough for any test.
+SLOW = "import time\nsay = lambda line: time.sleep(60)"
 
 
 class Lab:
@@ -65,7 +67,7 @@ class Lab:
                 process.kill()
 
     def wait_for_steps(self) -> None:
-        """Wait until a run trains, for as long as its driver lives, and note the processes that are there then."""
+        """Wait until a run trains, for as long as its driver lives, and note all processes."""
         wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
         assert self.process.poll() is None
         runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
@@ -90,7 +92,7 @@ class Lab:
         ]
 
 
-# All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
+# All signals go through errors.stoppable, and all verbs with processes through local.Launcher.
 CASES = [
     ("sweep", signal.SIGTERM),
     slow("sweep", signal.SIGINT),

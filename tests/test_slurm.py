@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm: against a stand-in for its commands, and never against Slurm itself, which nobody has here."""
+"""Runs as jobs of Slurm, against a stand-in for its commands: nobody has Slurm itself here."""
 
 import dataclasses
 import json
@@ -36,7 +36,7 @@ print("the last word")
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
+    """The folder of a stand-in for Slurm, whose commands are found before the system's."""
     folder = shutil.copytree(ROOT / "tests" / "slurm", tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
@@ -165,7 +165,7 @@ SHOWN = re.search(r"```text\nsbatch (.*)\n```", PAGE)[1]
 
 
 def specs_of(line):
-    """The runs of a documented command on a host with H100s, of generated questions in place of one's own."""
+    """The runs of a documented command on a host with H100s, of generated questions."""
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "qa_lib", "sweep"]
     args = parser_of("sweep").parse_args(words[4:])

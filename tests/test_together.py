@@ -1,4 +1,4 @@
-"""Runs of several processes, through torchrun and over gloo: how they begin, fail, stop and go on."""
+"""Runs of several processes, through torchrun and gloo: how they begin, fail, stop and go on."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def left_of(runs) -> list[int]:
 
 
 def fit_warm(spec, runs, **fault) -> dict:
-    """The record of a run in its processes, which one ends or spoils by a fault; without torchrun."""
+    """The record of a run in its processes, without torchrun; one may end it by a fault."""
     words = faulty.child_command(Work.RANK, spec, runs, fault)[2:]
     warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
     return record.read_record(runs / spec.run_path)
@@ -169,7 +169,7 @@ def test_a_process_that_is_killed_ends_all_and_the_next_call_goes_on(whole, tmp_
 
 
 def fit_with_fault(spec, runs, fault, monkeypatch) -> dict:
-    """What fit returns of a run under torchrun of which one process fails; nothing of it is left."""
+    """What fit returns of a run under torchrun in which one process fails; no other is left."""
     begin = time.monotonic()
     try:
         with monkeypatch.context() as patch:
@@ -221,7 +221,7 @@ def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
 
 
 # A fault is (its time, its kind, its status), one a process; exit codes are those of all processes.
-# SIGTERM is -15, SIGSEGV -11, and SIGKILL, -9, is what torchrun sends to one that waits in a kernel.
+# SIGTERM is -15, SIGSEGV -11; SIGKILL, -9, is what torchrun sends to one that waits in a kernel.
 CLOSED = (20.0, "ConnectionClosed", "error")
 CAUSES = {
     "the earlier fault": (
@@ -319,7 +319,7 @@ def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped(tmp_path):
         (
             "P1",
             {"world": 4},
-            "4 processes do not divide the 2 micro-batches of a step at preset 'smoke', which are 16",
+            "4 processes do not divide the 2 micro-batches of a step at preset 'smoke'",
         ),
         ("P1", {"stages": 2}, "P1 is no pipeline"),
         ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),

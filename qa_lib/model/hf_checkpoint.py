@@ -44,9 +44,16 @@ READ = (
 
 # What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
 VOCABULARIES = (
-    "special_tokens_map.json added_tokens.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
-    "sentencepiece.bpe.model chat_template.jinja"
-).split()
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
 SAVED = (
     "config.json",
     "generation_config.json",

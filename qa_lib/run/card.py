@@ -1,4 +1,4 @@
-"""The card of a kept model: what a run writes beside the weights, so that the model says what it is.
+"""The card of a kept model, which a run writes beside the weights: the model says what it is.
 
 The card is README.md, all of it from the record. Its metadata names base model and data where these
 are of the Hugging Face hub, and has the scores as `model-index`. For data of the hub they stand in
@@ -77,13 +77,13 @@ def results_files(entry: dict) -> dict[str, bytes]:
                 notes=result.metric_name,
             )
         )
-    # A data set's name has letters, digits and "-_." but in a record that somebody else has written.
+    # Others than letters, digits and "-_." are in a record that somebody else has written.
     file = re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])[:96]
     return {f"{RESULTS}/{file}.yaml": yaml_dump(eval_result_entries_to_yaml(entries)).encode()}
 
 
 def hub_names(entry: dict) -> tuple[str | None, str | None]:
-    """Return the names of a run's base model and of its data on the hub; None for what is not there.
+    """Return the names on the hub of a run's base model and data; None for what is not there.
 
     A record shows that: folders go by the last part of their path, and a model's revision has 12
     digits unless it is a commit of the hub.

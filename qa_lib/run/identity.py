@@ -1,7 +1,8 @@
-"""What identifies the data and the model of a run: names without a machine's folders, and hashes of contents.
+"""What identifies the data and the model of a run: a name, and a hash of the contents.
 
-Both are part of a run's hash, so that the same run has the same name on every machine. `plan` takes
-them, and a run holds what it has loaded against them (`check_planned`).
+The name has no folders of a machine. Both are part of a run's hash, so that the same run has the
+same id on every machine. `plan` takes them, and a run compares what it has loaded with them
+(`check_planned`).
 """
 
 import codecs
@@ -24,10 +25,10 @@ REVISION_DIGITS = 12  # of a model's hash; a commit of the hub has 40
 
 
 def go_offline_without_network(*sources: str) -> None:
-    """Let the hub's library look into its cache alone, where a source is of the hub and that does not answer.
+    """Let the hub's library look into its cache alone, where the hub does not answer.
 
-    This holds in this process and in those that it starts. The library would ask again for half a
-    minute otherwise.
+    Nothing is asked unless one of the sources is of the hub. This holds in this process and in
+    those that it starts. The library would ask again for half a minute otherwise.
     """
     generated = ("tiny", "synthetic:", "gpt2:")
     if all(source.startswith(generated) or Path(source).exists() for source in sources):
@@ -77,7 +78,7 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
 
 
 def _check_kind(path: Path) -> None:
-    """Check by ending and first character that a file of questions is JSON; UserError if it is not."""
+    """Raise UserError for a file of questions that is no JSON by its ending or its begin."""
     with path.open("rb") as stream:
         begin = stream.read(1000).removeprefix(codecs.BOM_UTF8).strip()
     kind = path.suffix.lower()

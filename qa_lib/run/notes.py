@@ -1,4 +1,4 @@
-"""What a run puts into its record, each function one subject; `records` says what the fields mean."""
+"""What a run puts into its record, a function a subject; qa_lib.records says what fields mean."""
 
 import dataclasses
 from dataclasses import dataclass

@@ -82,7 +82,7 @@ def _end_badly(entry: dict, run_dir: Path, outcome: dict) -> None:
 
 
 def _drop_leftovers(run_dir: Path) -> None:
-    """Remove what a run that is done needs no more: checkpoints, and faults of restarted processes."""
+    """Remove what a finished run needs no more: checkpoints, and faults of restarted processes."""
     for path in [*checkpoint_files(run_dir), *faults(run_dir)]:
         path.unlink(missing_ok=True)
 

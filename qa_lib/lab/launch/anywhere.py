@@ -97,7 +97,8 @@ def _check_world(spec: Spec) -> None:
     started = int(os.environ["WORLD_SIZE"])
     if started > 1 and spec.settings.parallel == "none":
         raise UserError(
-            f"{spec.variant} trains in one process, and torchrun has started {started}: see family P"
+            f"{spec.variant} trains in one process, and torchrun has started {started}: "
+            "see family P"
         )
 
 
@@ -107,8 +108,8 @@ def _finished(run_dir: Path, spec: Spec, say) -> dict:
     if spec.recommended:
         say(wrapped(spec.adjusted[0]))
     say(
-        f"finished on {entry['time']['started'][:10]}; to train it anew, give --force, or in Python "
-        "force=True"
+        f"finished on {entry['time']['started'][:10]}; to train it anew, give --force, or in "
+        "Python force=True"
     )
     return entry
 

@@ -28,7 +28,10 @@ def supervise(spec: Spec, runs: str) -> None:
 
 
 def be_rank(spec: Spec, runs: str) -> None:
-    """Be one of the processes of a run; exit with 1 where it fails, so that torchrun ends the others."""
+    """Be one of the processes of a run.
+
+    Exits with 1 where it fails, so that torchrun ends the others.
+    """
     from qa_lib.lab.launch.anywhere import fit_here
 
     # torchrun ends by SIGTERM a process whose peer has failed.

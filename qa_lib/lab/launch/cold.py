@@ -16,10 +16,10 @@ CACHES = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 
 def run_cold(spec: Spec, runs: str | Path) -> dict:
-    """Run a spec by the command `python -m qa_lib run`, which finds nothing cached; return the record.
+    """Run a spec by the command `python -m qa_lib run`, and return the record.
 
-    Its `notebook_s` is what the command takes from its start to its end. Raises CalledProcessError
-    where the command fails, which has said why.
+    The command finds nothing cached. The record's `notebook_s` is what it takes from its start to
+    its end. Raises CalledProcessError where the command fails, which has said why.
     """
     run_dir = Path(runs, spec.run_path)
     options = spec.own | {

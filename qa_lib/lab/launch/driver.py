@@ -1,4 +1,4 @@
-"""A run and the driver that started its process: what the one tells the other, and their common end.
+"""A run and the driver that started its process: what it is told, and how they end together.
 
 A driver (local.py) tells the process of a run by environment variables which lock it holds, whether
 other runs train on the same GPU, and how the process began. `surroundings` hands that to the run.
@@ -80,6 +80,6 @@ def check_driver(run_dir: Path) -> None:
     planned = Path(os.environ[DRIVER]).parent
     if os.path.realpath(planned) != os.path.realpath(run_dir):  # which bears a link to itself
         raise UserError(
-            f"{run_dir.name}: planned was {planned.name}, so data, model or code have changed since; "
-            "give the command again"
+            f"{run_dir.name}: planned was {planned.name}, so data, model or code have changed "
+            "since; give the command again"
         )

@@ -41,10 +41,10 @@ def judge(
     seconds: float,
     over_limit: bool = False,
 ) -> dict:
-    """Return the record of a run whose process has ended after some seconds, and finish it if need be.
+    """Return the record of a run whose process has ended, and finish it if need be.
 
-    `reason` says why the driver ended the process; it did so of its own where the run was
-    `over_limit`. `code` is the exit code.
+    The process has taken some `seconds`, and has ended with the exit code `code`. `reason` says why
+    the driver ended it, which the driver did by itself where the run was `over_limit`.
     """
     entry = record.read_record(run_dir)
     if (run_dir / "notebook.ipynb").exists():
@@ -113,7 +113,7 @@ def _fault(entry: dict, spec: Spec) -> str | None:
 
 
 class FirstSteps:
-    """Watches how long a run is at work on the step that it is in, as long as that is a first one."""
+    """Watches how long a run is at work on the step that it is in, one of the first."""
 
     def __init__(self, run_dir: Path, since: float):
         """`since` is when the run began (s since 1970)."""

@@ -1,4 +1,4 @@
-"""Runs in processes of their own: started on their cards, ended with all their children, and judged.
+"""Runs in processes of their own: started on their cards, ended with all below them, and judged.
 
 This is the one scheduler of `sweep`, `tune` and `max-batch` alike, here and on Slurm (slurm.py).
 Each run that may go on at a time has a thread. It takes the run's cards, starts the process, waits

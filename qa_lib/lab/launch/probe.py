@@ -1,4 +1,4 @@
-"""What a machine is, asked in a process of its own: a driver must hold no GPU, and imports no torch."""
+"""What a machine is, asked in a process of its own: a driver must hold no GPU."""
 
 import json
 import os
@@ -22,17 +22,17 @@ def probe() -> tuple[Machine, dict]:
     done = subprocess.run(
         command, env=importing(os.environ), capture_output=True, text=True, errors="replace"
     )
-    said = done.stderr if done.returncode else done.stdout
-    return read_probe("this Python", done.returncode, said)
+    output = done.stderr if done.returncode else done.stdout
+    return read_probe("this Python", done.returncode, output)
 
 
-def read_probe(who: str, exit_code: int, said: str) -> tuple[Machine, dict]:
+def read_probe(who: str, exit_code: int, output: str) -> tuple[Machine, dict]:
     """Return the machine and environment that PROBE has printed.
 
     Raises UserError, which names `who` has run it, where that has failed.
     """
     if exit_code:
-        reason = (said.strip() or "it says nothing").splitlines()[-1]
+        reason = (output.strip() or "it says nothing").splitlines()[-1]
         raise UserError(f"{who} cannot load the lab: {reason}")
-    machine, environment = json.loads(said.splitlines()[-1])
+    machine, environment = json.loads(output.splitlines()[-1])
     return Machine(**machine), environment

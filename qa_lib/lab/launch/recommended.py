@@ -1,4 +1,4 @@
-"""Runs that were recommended: where one is more than its machine can do, the next choice follows."""
+"""Runs that were recommended: where one is more than its machine can do, the next choice comes."""
 
 from collections.abc import Callable
 

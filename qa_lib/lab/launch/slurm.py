@@ -21,7 +21,7 @@ from qa_lib.records import record
 from qa_lib.spec.spec import WORLD, Machine, Spec
 
 AT_A_TIME = 64  # jobs in the queue
-# Minutes that a job may take beyond its run's limit, which does not count what a run needs to start.
+# Minutes that a job may take beyond its run's limit, which does not count the time to start.
 SPARE_MIN = 10
 
 
@@ -59,7 +59,7 @@ class SlurmLauncher(Launcher):
         if spec.preset.threads:
             asked["cpus-per-task"] = spec.preset.threads * spec.world
         words = sbatch(self.command(spec, self.runs), run_dir / "log.txt", **asked)
-        # In a session of its own, which Ctrl-C does not reach: it has to wait until the job is gone.
+        # A session of its own, which Ctrl-C does not reach: it has to wait until the job is gone.
         return subprocess.Popen(
             words, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
         )
@@ -103,7 +103,7 @@ def slurm(*words: str, **options) -> subprocess.CompletedProcess:
 
 
 def job_name(run_dir: Path) -> str:
-    """Return a run's id with a hash of its folder's path, which a run of that id elsewhere has not."""
+    """Return a run's id with a hash of its folder's path: the same id may be elsewhere, too."""
     digest = hashlib.sha256(str(run_dir.resolve()).encode()).hexdigest()
     return f"{run_dir.name}-{digest[:8]}"
 
@@ -119,12 +119,12 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     listed = slurm("sinfo", "--noheader", "--format=%G", *partition, capture_output=True, text=True)
     asked = {"gpus": 1} if "gpu" in listed.stdout else {}
     runs.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as output:
-        words = sbatch([sys.executable, "-c", PROBE], Path(output.name), time=SPARE_MIN, **asked)
+    with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as log:
+        words = sbatch([sys.executable, "-c", PROBE], Path(log.name), time=SPARE_MIN, **asked)
         done = slurm(
             *words, env=importing(os.environ), capture_output=True, text=True, errors="replace"
         )
-        said = Path(output.name).read_text() or done.stderr
-        machine, environment = read_probe("a node", done.returncode, said)
+        output = Path(log.name).read_text() or done.stderr
+        machine, environment = read_probe("a node", done.returncode, output)
     gpus = machine.gpus and (world or WORLD)
     return replace(machine, gpus=gpus), environment

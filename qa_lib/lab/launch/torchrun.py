@@ -1,9 +1,9 @@
-"""One run in several processes: torchrun starts them, ends them together, and its record says which failed first.
+"""One run in several processes: torchrun starts them and ends them together.
 
-`run_processes` starts `supervise` in a process of its own, which is torchrun itself. torchrun starts
-each of the run's processes (`be_rank` in child.py). A process that fails leaves a fault in the
-run's folder; one that a signal has killed leaves none. Where torchrun is started by hand, the first
-process reads the faults and says in the record which came first (run/recording.py).
+`run_processes` starts `supervise` in a process of its own, which is torchrun itself. It starts each
+of the run's processes (`be_rank` in child.py). A process that fails leaves a fault in the run's
+folder; one that a signal has killed leaves none. The record says which failed first. Where torchrun
+is started by hand, the first process reads the faults for that (run/recording.py).
 
 Over several hosts that share the runs folder, torchrun is given the same command line on each of
 them. The first process writes the record. As a job of Slurm on two nodes of four GPUs:
@@ -53,7 +53,7 @@ GRACE_S = 45
 
 
 def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
-    """Run a spec in as many processes as it has, and return the record that the first of them wrote.
+    """Run a spec in as many processes as it has, and return the record that the first wrote.
 
     `say` is told what they print. Raises RunTaken while others have the run, and UserError for a
     run that failed in any of its processes. Ctrl-C ends them all.

@@ -31,15 +31,15 @@ def plan(
     runs: str | os.PathLike = "runs",
     **own,
 ) -> list[Spec]:
-    """Return the specs of variants x seeds at a preset; all variants with the first seed come first.
+    """Return the specs of variants x seeds at a preset: all variants with the first seed, then on.
 
     For instance plan(["A1", "E-uncompiled"], "local", [0, 1], data="squad/", model="my-bert/",
     epochs=2). Each spec is there once.
 
     `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; where
     both are given, `preset` may be left out and is `local`. `machine` is this one unless given.
-    Sizes, and what `own` may hold, are arguments of `resolve`. A list in place of a size gives every
-    variant a spec for each, and several lists their product.
+    Sizes, and what `own` may hold, are arguments of `resolve`. A list in place of a size gives
+    every variant a spec for each, and several lists their product.
 
     What is left to the machine is chosen by lab/search/recommend.py, by the records below `runs`
     too, and told in the first line of a spec's `adjusted`: `recommended` becomes the variant, and
