@@ -46,12 +46,25 @@ WITHOUT_TORCH = [
     "spec",
     "records",
     "measure.trace",
+    "run.identity",
     "run.plan",
+    "run.surroundings",
+    "run.tasks",
     "lab.cli",
     "lab.sweep",
+    "lab.launch.child",
+    "lab.launch.cold",
+    "lab.launch.compile_cache",
+    "lab.launch.driver",
+    "lab.launch.judge",
     "lab.launch.local",
+    "lab.launch.probe",
     "lab.launch.process",
+    "lab.launch.recommended",
+    "lab.launch.slurm",
+    "lab.launch.warm",
     "lab.report",
+    "lab.search.plan",
     "lab.tools.push",
 ]
 MODULES = {
@@ -96,6 +109,16 @@ def test_a_module_imports_only_what_stands_before_it(module):
     assert not wrong
 
 
+def test_the_library_works_without_the_lab():
+    """The command line and the public names of the package alone lead there."""
+    outside = {name: path for name, path in MODULES.items() if part_of(path) != "lab"}
+    lab_users = set()
+    for module, path in outside.items():
+        if any(name.startswith("qa_lib.lab") for _, name in imports_of(path)):
+            lab_users.add(module)
+    assert lab_users == {"qa_lib.__main__"}
+
+
 def test_packages_hold_nothing_themselves():
     # The package's own face hands on names, and that of `data` asks the versions of libraries
     # before its modules import them.
@@ -111,9 +134,8 @@ def test_no_module_imports_itself_by_a_detour():
         names = [name for _, name in imports_of(path)]
         names += [name.rpartition(".")[0] for name in names]
         wanted[module] = set(names) & MODULES.keys() - {module}
-    TopologicalSorter(
-        wanted
-    ).prepare()  # raises CycleError, which names those that import each other
+    # This raises CycleError, which names those that import each other.
+    TopologicalSorter(wanted).prepare()
 
 
 @pytest.mark.parametrize("module", ["errors", "spec.variants", "spec.presets", "spec.spec"])
@@ -129,7 +151,7 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
 
 
 def test_specs_driver_and_report_do_without_torch(tmp_path):
-    wanted = tuple(f"qa_lib.{name}" for name in WITHOUT_TORCH)
-    names = [name for name in MODULES if f"{name}.".startswith(tuple(f"{one}." for one in wanted))]
+    parts = tuple(f"qa_lib.{name}." for name in WITHOUT_TORCH)
+    names = [name for name in MODULES if f"{name}.".startswith(parts)]
     assert len(names) > 15
     without_torch(tmp_path, "-c", f"import {', '.join(names)}")
