@@ -1,7 +1,7 @@
 """Fine-tuning for question answering, fast and lean: one change at a time, each measured.
 
-`plan` makes specs of runs, `load_data` reads what one trains on, `fit` trains and scores it, `ask` puts a question to
-what it has kept (docs/own-model.md).
+`plan` makes specs of runs, `load_data` reads what one trains on, `fit` trains and scores it, `ask`
+puts a question to what it has kept (docs/own-model.md), and `app` opens a page of the runs.
 """
 
 import importlib
@@ -13,9 +13,10 @@ import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it t
 for package in ("bitsandbytes", "torchao"):
     logging.getLogger(package).setLevel(logging.ERROR)
 
+# The public names, and the module of each. Those of lab add to the library what starts and chooses.
 _HOMES = {
-    "plan": "run.plan",
-    "fit": "run.fit",
+    "plan": "lab.search.plan",
+    "fit": "lab.launch.anywhere",
     "ask": "score.predict",
     "load_data": "data.load",
     "app": "lab.app.page",
@@ -24,7 +25,7 @@ __all__ = list(_HOMES)
 
 
 def __getattr__(name: str):
-    """A name of __all__, imported when it is asked for: PyTorch takes seconds."""
+    """Return a name of __all__, imported when it is asked for: PyTorch takes seconds."""
     if name not in _HOMES:
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}"

@@ -1,22 +1,28 @@
-"""Processes of a run of which one fails on purpose, or changes its weights: `python -m tests.faulty FUNCTION SPEC RUNS
-FAULT`.
+"""Processes of a run of which one fails on purpose, or changes its weights.
 
-Takes the place of `python -m qa_lib.lab.launch.process FUNCTION SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
+`python -m tests.faulty WORK SPEC RUNS FAULT` takes the place of `python -m qa_lib.lab.launch.child
+WORK SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
 """
 
 import json
 import os
-import pkgutil
 import signal
 import sys
 
-from qa_lib.lab.launch import process, torchrun
+from qa_lib.lab.launch import child, process, torchrun
+from qa_lib.lab.launch.process import Work
 
 
-def call(function: str, spec, runs, fault: dict) -> list[str]:
-    """As process.call, for processes with that fault."""
-    command = process.call(function, spec, runs)
-    return [command[0], "-m", "tests.faulty", *command[3:], json.dumps(fault)]
+def child_command(work: Work, spec, runs, fault: dict) -> list[str]:
+    """As process.child_command, for processes with that fault."""
+    python, _m, _child, *words = process.child_command(work, spec, runs)
+    return [python, "-m", "tests.faulty", *words, json.dumps(fault)]
+
+
+def command_without_a4(spec, runs) -> list[str]:
+    """As process.train_command, for a run whose first step fails if it is of A4."""
+    kind = "no kernel" if spec.variant == "A4" else "none"
+    return child_command(Work.TRAIN, spec, runs, {"kind": kind})
 
 
 def fail(kind: str) -> None:
@@ -24,47 +30,53 @@ def fail(kind: str) -> None:
 
     if kind == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
-    raise {"oom": torch.OutOfMemoryError("CUDA out of memory"), "error": ValueError("a fault")}[
-        kind
-    ]
+    if kind == "oom":
+        raise torch.OutOfMemoryError("CUDA out of memory")
+    raise ValueError("a fault")
 
 
 def break_step(fault: dict) -> None:
-    """Let this process fail in that step."""
+    """Let this process fail, or drift from the others, in the step that the fault names."""
     from qa_lib.train import loop
 
-    clip, calls = loop.clip, []
+    clip = loop.clip
+    calls = 0
 
     def broken(*arguments):
-        calls.append(None)
-        if len(calls) == fault["step"] and fault["kind"] == "drift":
+        nonlocal calls
+        calls += 1
+        if calls == fault["step"] and fault["kind"] == "drift":
             arguments[0].param_groups[0]["params"][0].data.add_(1e-3)
-        elif len(calls) == fault["step"]:
+        elif calls == fault["step"]:
             fail(fault["kind"])
         clip(*arguments)
 
     loop.clip = broken
 
 
-def work_but_a4(spec, runs: str) -> None:
-    """The work of a run, whose first step fails if it is of A4."""
-    from qa_lib.run.fit import work
+def break_first_step() -> None:
+    """Let the first step of this process fail, as one without a kernel for its GPU does."""
     from qa_lib.train import loop
 
     def broken(*_):
         raise RuntimeError("no kernel image is available")
 
-    if spec.variant == "A4":
-        loop.OptimizerStep.__call__ = broken
-    work(spec, runs)
+    loop.OptimizerStep.__call__ = broken
+
+
+def is_to_fail(fault: dict) -> bool:
+    """Whether this is the process that fails, which it does in its first life alone."""
+    is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
+    return is_first_life and os.environ.get("RANK") == str(fault.get("rank"))
 
 
 if __name__ == "__main__":
-    function, parts, runs, fault = *sys.argv[1:4], json.loads(sys.argv[4])
-    torchrun.call = lambda function, spec, runs: call(function, spec, runs, fault)
-    if (
-        os.environ.get("RANK") == str(fault.get("rank"))
-        and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    ):
+    work, spec, runs, written = sys.argv[1:]
+    fault = json.loads(written)
+    # The processes that torchrun starts below have the fault as well.
+    torchrun.child_command = lambda *words: child_command(*words, fault)
+    if fault.get("kind") == "no kernel":
+        break_first_step()
+    elif is_to_fail(fault):
         break_step(fault)
-    pkgutil.resolve_name(function)(process.spec_from(parts), runs)
+    child.main(work, spec, runs)

@@ -15,9 +15,9 @@ from safetensors.torch import save_file
 
 from qa_lib.data.load import batches_of
 from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.lab.search.plan import plan
 from qa_lib.model.build import build_model
 from qa_lib.run.fit import train
-from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Spec
 from qa_lib.train import loop
 from qa_lib.train.checkpoint import digest_of

@@ -19,8 +19,9 @@ import time
 from pathlib import Path
 
 from qa_lib.__main__ import STOPPED, main
+from qa_lib.lab.launch.process import spec_from
+from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.spec import Spec
@@ -49,7 +50,7 @@ SPEC = """from tests import small
 spec, pause, say = small.spec(variant, preset, seed, data, model, micro_batch), 0, print
 """
 PRETEND = "small.pretend(spec, runs, pause)"
-FIT = """from qa_lib.run.fit import fit
+FIT = """from qa_lib import fit
 fit(spec, runs=runs, say=say)"""
 
 
@@ -103,6 +104,12 @@ def pretend(spec: Spec, runs: str, pause: float = 0.0, status: str = "ok") -> No
         entry["quality"]["n"] = 80
         record.finish(run_dir, entry, status)
     print("the last word")
+
+
+def pretend_command(spec: Spec, runs: Path, pause: float = 0.0) -> list[str]:
+    """The command of a process that does so."""
+    written = json.dumps(dataclasses.asdict(spec))
+    return [sys.executable, "-m", "tests.small", "pretend", written, str(runs), str(pause)]
 
 
 def holders(runs: Path) -> set[int]:
@@ -161,6 +168,8 @@ def stand_in(put=setattr) -> None:
 if __name__ == "__main__":
     if sys.argv[1] == "cells":
         sys.exit(run_cells(sys.argv[2]))
+    if sys.argv[1] == "pretend":
+        sys.exit(pretend(spec_from(sys.argv[2]), *sys.argv[3:]))
     stand_in()
     if sys.version_info < (3, 14):  # whose servers ask for a key
         warm.share(os.environ["SMALL_SERVER"])

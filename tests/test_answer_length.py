@@ -14,9 +14,9 @@ from qa_lib.lab import sweep
 from qa_lib.lab.app.choices import named
 from qa_lib.lab.app.page import answer as app_answer
 from qa_lib.lab.cli.verbs import parser_of
+from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.records import record
-from qa_lib.run.fit import fit
 from qa_lib.score.decode import decode
 from qa_lib.score.predict import answer_tokens
 from qa_lib.spec.presets import PRESETS

@@ -28,9 +28,9 @@ from qa_lib.lab.app import serving
 from qa_lib.lab.app.choices import Choices, named, offered
 from qa_lib.lab.app.page import MAX_CONTEXT, answer, app, dashboard, decided, running
 from qa_lib.lab.launch.warm import SERVER
+from qa_lib.lab.search.plan import plan
 from qa_lib.model.hf_checkpoint import write_digests
 from qa_lib.records.record import new_record
-from qa_lib.run.plan import plan
 from qa_lib.score import predict
 from qa_lib.spec.machine import Machine
 from tests import hostile

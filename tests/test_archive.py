@@ -10,10 +10,10 @@ import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.lab.launch.local import Launcher
+from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
 from qa_lib.records.archive import STEP_COLUMNS, Run, own_first, own_groups, read_runs
 from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from tests.material import leave, refused, write
 

@@ -1,4 +1,4 @@
-"""What `plan`, `fit`, `ask` and `load_data` say of a wrong word, type or version: one line that names it."""
+"""What the public functions say of a wrong word, type or version: one line that names it."""
 
 import sys
 
@@ -8,8 +8,8 @@ import qa_lib
 from qa_lib.calls import checked, expect, shown
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
-from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.search.plan import plan
 from qa_lib.score.predict import ask
 from qa_lib.versions import LEAST, check_versions
 from tests.material import ROOT, python, refused, squad_folder, write
@@ -125,9 +125,15 @@ def test_a_function_that_takes_any_name_is_only_bound():
 
 
 def test_a_value_is_shown_in_one_short_line():
-    assert shown("x" * 99).endswith("…") and len(shown("x" * 99)) < 70
-    assert shown([1] * 99) == "a list" and shown("a\nb") == r"'a\nb'"
+    assert shown("a\nb") == r"'a\nb'"
+    assert shown([1] * 99) == "a list"
+    assert shown("x" * 99).endswith("…")
+    assert len(shown("x" * 99)) < 70
+
+
+def test_an_argument_may_be_of_several_kinds():
     expect("one", 1, int | None, "")
+    expect("none", None, int | None, "")
 
 
 @pytest.mark.parametrize(
@@ -148,14 +154,20 @@ def test_a_value_is_shown_in_one_short_line():
 def test_a_file_that_is_no_data_set_is_told_for_what_it_is(name, content, said, tmp_path):
     (tmp_path / name).write_text(content)
     message = refused(said, plan, **WORDS, data=tmp_path / name)
-    assert name in message and "scored by the same" not in message
+    assert name in message
+    assert "scored by the same" not in message
 
 
 def test_one_file_of_questions_is_still_refused_for_training_and_scoring(tmp_path):
     folder = squad_folder(tmp_path / "squad", "alice came at nine", "alice")
     file = folder / "train.json"
     refused("trained on and scored by the same questions", plan, **WORDS, data=file)
-    assert plan(["A1"], "bench", data=file, model="tiny", machine=CPU)[0].data["name"] == file.name
+
+
+def test_one_file_of_questions_may_be_trained_on_where_nothing_is_scored(tmp_path):
+    file = squad_folder(tmp_path / "squad", "alice came at nine", "alice") / "train.json"
+    (spec,) = plan(["A1"], "bench", data=file, model="tiny", machine=CPU)
+    assert spec.data["name"] == file.name
 
 
 @pytest.mark.parametrize("split", ["train", "validation"])
@@ -163,6 +175,10 @@ def test_a_file_of_a_folder_that_is_empty_is_named(split, tmp_path):
     folder = squad_folder(tmp_path / "squad", "alice came at nine", "alice")
     (folder / f"{split}.json").write_text("")
     refused(f"{split}.json: an empty file", plan, **WORDS, data=folder)
+
+
+@pytest.mark.parametrize("split", ["train", "validation"])
+def test_a_text_of_a_folder_that_is_empty_is_named(split, tmp_path):
     text = tmp_path / "text"
     text.mkdir()
     for name in ("train", "validation"):

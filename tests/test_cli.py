@@ -20,10 +20,10 @@ from qa_lib.errors import UserError
 from qa_lib.lab import run
 from qa_lib.lab.cli.options import SHOWN_PRESETS, overrides_of, variants_of
 from qa_lib.lab.cli.verbs import GROUPS, VERBS, parser_of
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import variants
 from qa_lib.packages import how_to_have
 from qa_lib.records.record import new_record
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
 from tests.conftest import slow

@@ -1,4 +1,4 @@
-"""What compilers keep is taken from a folder that this user alone can have written to, on a way of which that holds."""
+"""What compilers keep is taken from a folder that nobody else can have written to, or led to."""
 
 import os
 import shlex
@@ -44,9 +44,12 @@ def kept(tmp_path):
     return folder
 
 
-def test_compilers_keep_their_files_in_a_folder_that_nobody_else_may_enter(tmp_path):
+def test_without_a_cache_compilers_keep_their_files_where_they_did():
     use_compile_cache(None)
     assert os.environ["TRITON_CACHE_DIR"] == "elsewhere"
+
+
+def test_compilers_keep_their_files_in_a_folder_that_nobody_else_may_enter(tmp_path):
     folder = tmp_path / "a" / "b"
     use_compile_cache(folder)
     for variable, name in PARTS.items():
@@ -87,7 +90,8 @@ def test_what_others_could_have_written_is_to_be_removed(kept, place, open_to_ot
     open_to_others(offending)
     said = refused("is not yours alone to write to", use_compile_cache, kept)
     removed = kept / Path(place).parts[0] if place != "." else kept
-    assert said.startswith(f"{offending} ") and said.endswith(f"remove it: rm -r {removed}")
+    assert said.startswith(f"{offending} ")
+    assert said.endswith(f"remove it: rm -r {removed}")
     assert "chmod" not in said
     shutil.rmtree(removed)
     use_compile_cache(kept)
@@ -97,7 +101,8 @@ def test_a_folder_that_holds_more_than_the_cache_is_not_to_be_removed(kept):
     (kept / "thesis.tex").write_text("")
     for_all(kept)
     said = refused("not yours alone to write to", use_compile_cache, kept)
-    assert "rm -r" not in said and said.endswith("name another folder")
+    assert said.endswith("name another folder")
+    assert "rm -r" not in said
 
 
 @pytest.mark.parametrize("open_to_others", WAYS)
@@ -157,7 +162,8 @@ def test_a_part_of_the_cache_that_is_a_link_is_refused(kept, tmp_path):
 @pytest.mark.parametrize("odd", ["a\nb", "a\tb", "a\x1b[2Jb", "a\x7fb"])
 def test_a_name_that_does_not_print_is_one_line(tmp_path, odd):
     said = refused("does not print", use_compile_cache, tmp_path / odd)
-    assert said.isprintable() and not list(tmp_path.iterdir())
+    assert said.isprintable()
+    assert not list(tmp_path.iterdir())
 
 
 def test_many_files_are_looked_at_in_a_moment(kept):
@@ -169,8 +175,8 @@ def test_many_files_are_looked_at_in_a_moment(kept):
 
 
 def test_a_path_that_a_command_can_have_is_itself(tmp_path):
-    assert plain_path(str(tmp_path)) == str(tmp_path)
-    assert plain_path("/a/ü$;&*(x)") == "/a/ü$;&*(x)"
+    for path in (str(tmp_path), "/a/ü$;&*(x)"):
+        assert plain_path(path) == path
 
 
 @pytest.mark.parametrize("odd", ["a b", "it's", 'a"b', "a\\b", "a\nb"])
@@ -179,13 +185,14 @@ def test_another_path_is_led_to_by_a_link_which_stays_the_same(tmp_path, odd):
     folder.mkdir()
     (folder / "x").touch()
     plain = plain_path(str(folder))
-    assert plain == plain_path(str(folder)) and Path(plain, "x").exists()
+    assert plain == plain_path(str(folder))
+    assert Path(plain, "x").exists()
     assert not set(plain) & set(" '\"\\\n")
 
 
 @pytest.fixture
 def odd(tmp_path, monkeypatch):
-    """A folder with a blank and a quote in its name, as the temporary folder; what says so is as before afterwards."""
+    """A temporary folder with a blank and a quote in its name, for the time of a test."""
     folder = tmp_path / "it's a folder"
     folder.mkdir()
     monkeypatch.setenv("TMPDIR", str(folder))
@@ -208,7 +215,8 @@ def test_inductor_finds_all_its_files_by_paths_that_a_command_can_have(odd, monk
         sysconfig.get_config_var("LIBDIR"): odd,
     }
     for path, wanted in found.items():
-        assert os.path.realpath(path) == str(wanted) and shlex.split(path) == [path]
+        assert os.path.realpath(path) == str(wanted)
+        assert shlex.split(path) == [path]
 
 
 def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
@@ -241,4 +249,5 @@ def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(variant
         capture_output=True,
         text=True,
     )
-    assert done.returncode == 0 and f"{variant}: ok" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"{variant}: ok" in done.stdout

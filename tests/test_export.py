@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import export
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from tests.material import leave
 

@@ -4,6 +4,7 @@ What is opened decides its identity, what is loaded is compared with it, and wha
 another model does not stay beside the new one.
 """
 
+import dataclasses
 import gzip
 import json
 import shutil
@@ -21,11 +22,14 @@ from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware
-from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint, replacing
+from qa_lib.model.hf_checkpoint import inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
-from qa_lib.run.fit import LOADERS, fit, prepare
-from qa_lib.run.plan import identify_data, identify_model, plan
+from qa_lib.run.fit import prepare
+from qa_lib.run.identity import identify_data, identify_model
+from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
 from tests.conftest import slow
@@ -86,8 +90,7 @@ OPTIONAL_FILES = [
 
 def identity_files(model: Path) -> set[str]:
     """Return the names of the files by which a model's folder is identified."""
-    _, weights = inspect_checkpoint(model)
-    return {path.name for path in checkpoint_files(model, weights)}
+    return {path.name for path in inspect_checkpoint(model).files}
 
 
 def test_every_file_that_python_opens_is_in_the_identity(model):
@@ -163,7 +166,8 @@ def changed_while_loading(monkeypatch, path):
         change(path)
         return data
 
-    monkeypatch.setitem(LOADERS, "qa", load_and_change)
+    workflow = dataclasses.replace(WORKFLOWS["qa"], load=load_and_change)
+    monkeypatch.setitem(WORKFLOWS, "qa", workflow)
 
 
 def expect_error_that_names(name, spec, runs):

@@ -1,7 +1,7 @@
-"""Runs that are killed again and again and go on from their checkpoint: at the end nothing tells them from one run
-without a break.
+"""Runs that are killed again and again: at the end nothing tells them from one without a break.
 
-QA_LIB_KILLS=40 python -m pytest tests/test_kills.py  kills as often as that, where CI does it a handful of times.
+`QA_LIB_KILLS=40 python -m pytest tests/test_kills.py` kills as often as that, where CI does it a
+handful of times.
 """
 
 import os
@@ -25,6 +25,7 @@ def start(folder: Path):
 
 
 def file_of(folder: Path, name: str) -> Path | None:
+    """A file of the run below a folder, if it is there."""
     return next(folder.glob(f"*/A1-*/{name}"), None)
 
 
@@ -34,46 +35,47 @@ def logged(folder: Path) -> int:
     return log.read_bytes().count(b"\n") if log else 0
 
 
-def found(folder: Path) -> tuple[dict, list[float], bytes, bytes]:
-    """Of a run that has ended: the record, every step's loss, the weights, the n-best lists."""
-    run_dir = file_of(folder, "record.json").parent
+def results_of(run_dir: Path) -> tuple[list[float], bytes, bytes]:
+    """What a run that has ended leaves: every step's loss, the weights, and the n-best lists."""
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
-    files = [
-        run_dir / "model" / "model.safetensors",
-        run_dir / "answers" / "nbest_predictions.json",
-    ]
-    return (
-        record.read_record(run_dir),
-        [step["loss"] for step in steps],
-        *(path.read_bytes() for path in files),
-    )
+    losses = [step["loss"] for step in steps]
+    weights = (run_dir / "model" / "model.safetensors").read_bytes()
+    answers = (run_dir / "answers" / "nbest_predictions.json").read_bytes()
+    return losses, weights, answers
+
+
+def run_dir_of(folder: Path) -> Path:
+    return file_of(folder, "record.json").parent
 
 
 @pytest.mark.slow
 def test_random_kills_leave_no_trace(swept, tmp_path):
-    chance, folder, at_steps = random.Random(7), tmp_path, []
-    while len(at_steps) < KILLS:
-        process, before = start(folder), logged(folder)
-        while (
-            logged(folder) <= before and process.is_alive()
-        ):  # until it trains, or else most kills meet imports
+    chance = random.Random(7)
+    folder = tmp_path
+    killed_at = []  # steps logged at each kill
+    while len(killed_at) < KILLS:
+        before = logged(folder)
+        process = start(folder)
+        # Until it trains, or else most kills meet imports.
+        while logged(folder) <= before and process.is_alive():
             time.sleep(0.02)
         time.sleep(chance.uniform(0, 3))
         if not process.is_alive():  # it came to its end: begin anew
-            folder = tmp_path / str(len(at_steps))
+            folder = tmp_path / str(len(killed_at))
             continue
         process.kill()
         process.join()
-        at_steps.append(logged(folder))
-        assert record.read_record(file_of(folder, "record.json").parent)["status"] == "running"
-    begin, process = time.time(), start(folder)
+        killed_at.append(logged(folder))
+        assert record.read_record(run_dir_of(folder))["status"] == "running"
+    begin = time.time()
+    process = start(folder)
     process.join(180)
     seconds = time.time() - begin
     assert process.exitcode == 0, (folder / "log").read_text()
-    (entry, *rest), (whole, *others) = found(folder), found(swept.runs)
-    assert entry["status"] == "ok" and rest == others, at_steps
-    assert entry["quality"] == whole["quality"]
-    assert 0 < entry["time"]["first_step_s"] < seconds, (
-        "since this process began, which trained its first"
-    )
+    assert results_of(run_dir_of(folder)) == results_of(run_dir_of(swept.runs)), killed_at
+    entry = record.read_record(run_dir_of(folder))
+    assert entry["status"] == "ok"
+    assert entry["quality"] == record.read_record(run_dir_of(swept.runs))["quality"]
+    # Since this process began, which trained its first run.
+    assert 0 < entry["time"]["first_step_s"] < seconds

@@ -10,8 +10,8 @@ import pytest
 from qa_lib.paths import PACKAGE
 from tests.material import without_torch
 
-# Each part of the package imports itself and what stands before it. `lab` is last: it starts, searches, shows and
-# tells, and the library below it works without it.
+# Each part of the package imports itself and what stands before it. `lab` is last: it starts,
+# searches, shows and tells, and the library below it works without it.
 ORDER = [
     "loaded",
     "errors",
@@ -35,7 +35,7 @@ ORDER = [
 ]
 # These could be taken out of the package as they are: they import nothing else of it.
 BY_THEMSELVES = ["peers", "kernels"]
-# A driver starts runs, and a report shows them, without PyTorch, which takes seconds and holds a GPU.
+# A driver starts runs, and a report shows them, without PyTorch: it takes seconds, and a GPU.
 WITHOUT_TORCH = [
     "loaded",
     "errors",
@@ -46,12 +46,25 @@ WITHOUT_TORCH = [
     "spec",
     "records",
     "measure.trace",
+    "run.identity",
     "run.plan",
+    "run.surroundings",
+    "run.tasks",
     "lab.cli",
     "lab.sweep",
+    "lab.launch.child",
+    "lab.launch.cold",
+    "lab.launch.compile_cache",
+    "lab.launch.driver",
+    "lab.launch.judge",
     "lab.launch.local",
+    "lab.launch.probe",
     "lab.launch.process",
+    "lab.launch.recommended",
+    "lab.launch.slurm",
+    "lab.launch.warm",
     "lab.report",
+    "lab.search.plan",
     "lab.tools.push",
 ]
 MODULES = {
@@ -105,9 +118,19 @@ def test_a_module_imports_only_what_stands_before_it(module):
     assert not wrong
 
 
+def test_the_library_works_without_the_lab():
+    """The command line and the public names of the package alone lead there."""
+    outside = {name: path for name, path in MODULES.items() if part_of(path) != "lab"}
+    lab_users = set()
+    for module, path in outside.items():
+        if any(name.startswith("qa_lib.lab") for _, name in imports_of(path)):
+            lab_users.add(module)
+    assert lab_users == {"qa_lib.__main__"}
+
+
 def test_packages_hold_nothing_themselves():
-    # The package's own face hands on names, and that of `data` asks the versions of libraries before its modules
-    # import them.
+    # The package's own face hands on names, and that of `data` asks the versions of libraries
+    # before its modules import them.
     faces = [PACKAGE / "__init__.py", PACKAGE / "data" / "__init__.py"]
     others = [path for path in PACKAGE.rglob("__init__.py") if path not in faces]
     assert len(others) > 10
@@ -120,9 +143,8 @@ def test_no_module_imports_itself_by_a_detour():
         names = [name for _, name in imports_of(path)]
         names += [name.rpartition(".")[0] for name in names]
         wanted[module] = set(names) & MODULES.keys() - {module}
-    TopologicalSorter(
-        wanted
-    ).prepare()  # raises CycleError, which names those that import each other
+    # This raises CycleError, which names those that import each other.
+    TopologicalSorter(wanted).prepare()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +162,7 @@ def test_what_a_run_is_needs_the_standard_library_alone(module):
 
 
 def test_specs_driver_and_report_do_without_torch(tmp_path):
-    wanted = tuple(f"qa_lib.{name}" for name in WITHOUT_TORCH)
-    names = [name for name in MODULES if f"{name}.".startswith(tuple(f"{one}." for one in wanted))]
+    parts = tuple(f"qa_lib.{name}." for name in WITHOUT_TORCH)
+    names = [name for name in MODULES if f"{name}.".startswith(parts)]
     assert len(names) > 15
     without_torch(tmp_path, "-c", f"import {', '.join(names)}")

@@ -27,12 +27,12 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import load_text
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.lab import sweep
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model, model_config
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.records import record
-from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
 from qa_lib.score import evaluate
 from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.resolve import resolve

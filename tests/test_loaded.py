@@ -1,4 +1,4 @@
-"""A checkpoint is gone on from by the code and the settings that it is of: whichever file is edited, and whenever."""
+"""A checkpoint is gone on from by the code and the settings that it is of, and by no others."""
 
 import dataclasses
 import os
@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from qa_lib.lab.launch.anywhere import fit
 from qa_lib.loaded import APART, CODE, LoadedCode, file_digests
+from qa_lib.paths import PACKAGE
 from qa_lib.records.record import read_record
-from qa_lib.run import fit as fitting
+from qa_lib.run import notes
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import CHECKPOINT, Checkpoint
 from qa_lib.train.parallel.data_parallel import NoParallel
@@ -20,7 +22,8 @@ from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.material import ROOT, python, wait_for
 from tests.tiny import planned, quiet
 
-PLACES, SPEC = sorted(CODE.files), planned()
+PLACES = sorted(CODE.files)
+SPEC = planned()
 
 
 def copied_package(place: Path) -> Path:
@@ -76,56 +79,105 @@ def refused(loaded: tuple[int, str | None]) -> str:
     return note
 
 
+@pytest.fixture
+def edited(package):
+    """Edits a file of the package, which is as it was after the test."""
+    before = {}
+
+    def call(place: str) -> Path:
+        before.setdefault(place, (package / place).read_bytes())
+        edit(package / place)
+        return package / place
+
+    yield call
+    for place, content in before.items():
+        (package / place).write_bytes(content)
+
+
 @pytest.mark.parametrize("place", PLACES)
-def test_an_edit_of_any_file_at_any_moment_is_not_gone_on_from(run, package, place):
-    path = package / place
-    # Before the run begins; it is changed back before the run is resumed.
-    before = edit(path)
+def test_one_changed_byte_of_any_file_is_other_code(run, package, edited, place):
+    before = LoadedCode(package)
     run.begin().save(7)
-    path.write_bytes(before)
+    edited(place)
+    assert LoadedCode(package).digest != before.digest
+    assert before.changed() == [place]
     assert "is of other code (commit" in refused(run.begin().load())
-    # Between the begin and the first checkpoint: what was edited may have been imported, or not.
-    process = run.begin()
-    edit(path)
-    process.save(7)
-    assert "is of other code (commit" in refused(run.begin().load())
-    path.write_bytes(before)
-    process.save(7)
-    said = f"is of a process whose code changed while it ran ({place})"
-    assert said in refused(run.begin().load())
-    # Between the checkpoint and the process that resumes.
-    run.begin().save(7)
-    edit(path)
-    assert "is of other code (commit" in refused(run.begin().load())
-    path.write_bytes(before)
-    # And after the process that resumes has begun.
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_a_file_that_changes_in_a_process_that_resumes_is_named(run, edited, place):
     run.begin().save(7)
     process = run.begin()
-    edit(path)
+    edited(place)
     said = f"needs code that has changed since this process began ({place})"
     assert said in refused(process.load())
-    path.write_bytes(before)
 
 
-def test_a_file_that_is_new_or_gone_or_has_another_name_is_an_edit(run, package):
-    old, new = package / "train" / "loop.py", package / "train" / "loops.py"
-    for change, undo in (
-        (lambda: new.write_text(""), new.unlink),
-        (lambda: old.rename(new), lambda: new.rename(old)),
-    ):
-        run.begin().save(7)
-        change()
+# The moments of an edit, each with a module and with a file of data.
+KINDS = pytest.mark.parametrize("place", ["train/loop.py", "train/deepspeed.json"])
+
+
+@KINDS
+def test_an_edit_that_is_undone_before_a_run_is_resumed_counts(run, package, edited, place):
+    before = (package / place).read_bytes()
+    edited(place)
+    run.begin().save(7)
+    (package / place).write_bytes(before)
+    assert "is of other code (commit" in refused(run.begin().load())
+
+
+@KINDS
+def test_an_edit_before_the_first_checkpoint_counts(run, edited, place):
+    """What was edited may have been imported, or not."""
+    process = run.begin()
+    edited(place)
+    process.save(7)
+    assert "is of other code (commit" in refused(run.begin().load())
+
+
+@KINDS
+def test_an_edit_that_is_undone_before_the_checkpoint_counts(run, package, edited, place):
+    before = (package / place).read_bytes()
+    process = run.begin()
+    edited(place)
+    process.save(7)
+    (package / place).write_bytes(before)
+    process.save(8)
+    said = f"is of a process whose code changed while it ran ({place})"
+    assert said in refused(run.begin().load())
+
+
+def test_a_file_that_is_new_is_an_edit(run, package):
+    new = package / "train" / "loops.py"
+    run.begin().save(7)
+    new.write_text("")
+    try:
         refused(run.begin().load())
-        undo()
+    finally:
+        new.unlink()
 
 
-def test_tables_beside_the_code_are_code():
-    beside = {
-        "train/deepspeed.json",
-        "data/english.json",
-        "lab/search/squad_lengths.csv",
-    }
-    assert beside <= CODE.files.keys()
+def test_a_file_that_has_another_name_is_an_edit(run, package):
+    old = package / "train" / "loop.py"
+    new = package / "train" / "loops.py"
+    run.begin().save(7)
+    old.rename(new)
+    try:
+        refused(run.begin().load())
+    finally:
+        new.rename(old)
+
+
+def test_every_file_of_the_library_is_code_and_none_of_the_lab():
+    files = {path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*") if path.is_file()}
+    written_for_people = {"run/model_card.md"}
+    expected = {place for place in files if "__pycache__" not in place and place[0] != "."}
+    expected -= {place for place in files if place.startswith("lab/")} | written_for_people
+    assert CODE.files.keys() == expected
+
+
+def test_data_files_beside_code_are_code():
+    assert {"train/deepspeed.json", "data/english.json"} <= CODE.files.keys()
 
 
 NO_CODE = [
@@ -235,22 +287,21 @@ def test_the_record_says_which_code_changed_while_the_run_was_at_work(
 ):
     code = LoadedCode(package)
     before = edit(package / "train" / "optim.py")
-    monkeypatch.setattr(fitting, "CODE", code)
+    monkeypatch.setattr(notes, "CODE", code)
     spec = planned(sizes={"steps": 2, "epochs": None, "measure_from": 1})
-    entry = fitting.fit(spec, tmp_path / "runs", say=quiet)
+    entry = fit(spec, tmp_path / "runs", say=quiet)
     (package / "train" / "optim.py").write_bytes(before)
     said = "code: train/optim.py changed on disk since this process began"
     assert entry["status"] == "ok" and said in entry["spec"]["adjusted"]
 
 
-def test_no_process_that_trains_imports_what_is_left_out():
-    """The tables and modules that are no part of the digest."""
-    assert all((ROOT / "qa_lib" / place).exists() for place in APART)
+def test_what_trains_imports_nothing_of_the_lab():
+    assert {"lab"} == APART
     engines = ", ".join(f"qa_lib.train.{name}" for name in ("loop", "trainer", "plain"))
     done = python("-c", f"import sys, qa_lib.run.fit, {engines}; print(*sys.modules)")
-    loaded = {name.removeprefix("qa_lib.") for name in done.stdout.split()}
-    apart = {place.removesuffix(".py").replace("/", ".") for place in APART}
-    assert not loaded & apart and "train.loop" in loaded
+    loaded = done.stdout.split()
+    assert "qa_lib.train.loop" in loaded
+    assert [name for name in loaded if name.startswith("qa_lib.lab")] == []
 
 
 def test_the_digests_are_taken_before_any_other_module_is_imported():
@@ -261,13 +312,11 @@ def test_the_digests_are_taken_before_any_other_module_is_imported():
 
 
 CLIP = ("train/optim.py", "CLIP = 1.0", "CLIP = 0.001")
-TRAINER = '    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":\n'
-NO_DROPOUT = '    yield "dropout", "none", "for a trial"\n'
-DROPOUT = ("spec/rules.py", TRAINER, NO_DROPOUT + TRAINER)
+DROPOUT = ("spec/adjustments.csv", "why\n", "why\npadding!=packed,0,1,dropout,none,for a trial\n")
 EDITS = {  # the file, what of it is changed, and after how many steps of the run
     "after its begin": (*CLIP, 1),
     "after its checkpoint": (*CLIP, 150),
-    "in a rule after its checkpoint": (*DROPOUT, 150),
+    "in a file of data after its checkpoint": (*DROPOUT, 150),
 }
 
 

@@ -11,10 +11,10 @@ from huggingface_hub import ModelCard, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.lab.tools.push import check_own, write_card
 from qa_lib.model.build import build_model, save_model
 from qa_lib.records import record
-from qa_lib.run import fit
+from qa_lib.run import fit as fitting
+from qa_lib.run.card import check_own, write_card
 from qa_lib.spec.machine import Machine
 from tests.material import refused
 from tests.tiny import planned
@@ -56,27 +56,33 @@ def run_dir(kept, tmp_path):
     return shutil.copytree(kept, tmp_path / kept.name)
 
 
-def test_a_card_says_what_was_trained_how(kept):
-    card = ModelCard.load(kept / "model" / "README.md")
-    metadata = card.data.to_dict()
-    assert (metadata["pipeline_tag"], metadata["library_name"]) == (
-        "question-answering",
-        "transformers",
-    )
-    scores = {result.metric_type: result.metric_value for result in card.data.eval_results}
+def test_a_cards_metadata_is_what_the_hub_reads(kept):
+    metadata = ModelCard.load(kept / "model" / "README.md").data
+    assert metadata.pipeline_tag == "question-answering"
+    assert metadata.library_name == "transformers"
+    scores = {result.metric_type: result.metric_value for result in metadata.eval_results}
     assert scores == {"exact_match": 77.5, "f1": 81.25}
-    assert (
-        card.data.base_model is None and card.data.datasets is None
-    )  # tiny and synthetic:40 are not of the hub
-    for words in (
+
+
+def test_a_model_and_data_that_are_not_of_the_hub_are_not_in_the_metadata(kept):
+    metadata = ModelCard.load(kept / "model" / "README.md").data
+    assert metadata.base_model is None, "tiny"
+    assert metadata.datasets is None, "synthetic:40"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
         "LoRA r=32",
         "1 × NVIDIA H200",
         "1.9 min of training",
         "0.25 J",
         "57,474 were",
         "generated",
-    ):
-        assert words in card.text
+    ],
+)
+def test_a_card_says_what_was_trained_how(words, kept):
+    assert words in ModelCard.load(kept / "model" / "README.md").text
 
 
 def test_names_of_the_hub_are_in_its_metadata(tmp_path):
@@ -107,30 +113,35 @@ def test_the_lines_of_a_card_load_the_model_and_answer(kept, monkeypatch, capsys
     assert capsys.readouterr().out.endswith("\n")
 
 
-def test_a_model_folder_of_something_else_is_not_replaced(run_dir, tmp_path, monkeypatch):
+def test_a_model_of_the_run_may_be_replaced(run_dir):
+    check_own(run_dir / "model", run_dir.name)
+    (run_dir / "model" / "README.md").unlink()  # as an older version left it
+    check_own(run_dir / "model", run_dir.name)
+
+
+def test_a_model_of_another_run_is_not_replaced(run_dir):
     model = run_dir / "model"
-    check_own(model, run_dir.name)
-    (model / "README.md").unlink()  # as an older version left it
-    check_own(model, run_dir.name)
     (model / "README.md").write_text("run A1-s0-000000")
     refused(r"model does not name run .*: move it elsewhere", check_own, model, run_dir.name)
 
+
+def test_a_model_folder_of_something_else_is_told_before_the_work(tmp_path, monkeypatch):
+    """What has ended well stays so."""
     spec, entry = finished()
-    theirs, folder = tmp_path / "my-bert", tmp_path / "runs" / spec.run_path
-    theirs.mkdir()
-    (theirs / "config.json").write_text("{}")
-    folder.mkdir(parents=True)
-    shutil.copytree(theirs, folder / "model")
-    monkeypatch.setattr(fit, "prepare", lambda *_: pytest.fail("it was not told before the work"))
-    record.finish(folder, entry, "ok")
-    before = (folder / "record.json").read_bytes()
-    refused("does not name run", fit.fit, spec, tmp_path / "runs")
-    assert (folder / "model" / "config.json").read_text() == "{}"
-    assert (folder / "record.json").read_bytes() == before, "what has ended well stays so"
+    run_dir = tmp_path / "runs" / spec.run_path
+    config = run_dir / "model" / "config.json"
+    config.parent.mkdir(parents=True)
+    config.write_text("{}")
+    record.finish(run_dir, entry, "ok")
+    before = (run_dir / "record.json").read_bytes()
+    monkeypatch.setattr(fitting, "prepare", lambda *_: pytest.fail("it was not told before"))
+    refused("does not name run", fitting.fit, spec, tmp_path / "runs")
+    assert config.read_text() == "{}"
+    assert (run_dir / "record.json").read_bytes() == before
 
 
 class Hub:
-    """As much of the hub's API as an upload takes: repositories with `private`, and the files that came."""
+    """As much of the hub's API as an upload takes: repositories and their files."""
 
     def __init__(self):
         self.repos, self.url = {}, "http://hub.of.this.test"
@@ -197,28 +208,38 @@ def hub(monkeypatch):
     set_client_factory(default_client_factory)
 
 
-def test_a_push_brings_every_file(kept, hub, typed):
+def test_a_push_brings_every_file_into_a_private_repository(kept, hub, typed):
     assert typed("push", kept, "me/bert-squad") == f"{hub.url}/me/bert-squad\n"
-    repo, folder = hub.repos["me/bert-squad"], kept / "model"
-    assert repo["private"] and repo["files"] == {
-        path.name: path.read_bytes() for path in folder.iterdir()
-    }
+    repo = hub.repos["me/bert-squad"]
+    assert repo["private"] is True
+    assert repo["files"] == {path.name: path.read_bytes() for path in (kept / "model").iterdir()}
 
 
-def test_nothing_is_public_and_nothing_is_replaced_unless_it_is_said(run_dir, hub, typed):
+def test_a_push_of_a_run_from_before_there_were_cards_writes_one(run_dir, hub, typed):
     (run_dir / "model" / "README.md").unlink()
     typed("push", run_dir, "me/one")
     assert "README.md" in hub.repos["me/one"]["files"]
+
+
+def test_nothing_is_public_unless_it_is_said(run_dir, hub, typed):
+    typed("push", run_dir, "me/one")
+    typed("push --public", run_dir, "me/two")
+    assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
+
+
+def test_a_repository_that_exists_is_left_alone_unless_it_is_said(run_dir, hub, typed):
+    typed("push", run_dir, "me/one")
     said = typed("push", run_dir, "me/one", code=2)
     assert "error: me/one is there already: give another name, or --add" in said
     typed("push --add", run_dir, "me/one")
+
+
+def test_a_public_repository_is_added_to_only_as_public(run_dir, hub, typed):
     typed("push --public", run_dir, "me/two")
-    assert [hub.repos[name]["private"] for name in ("me/one", "me/two")] == [True, False]
     (run_dir / "model" / "README.md").write_text("---\nlicense: mit\n---\nnew")
-    assert "error: me/two is public: --add --public" in typed(
-        "push --add", run_dir, "me/two", code=2
-    )
-    assert b"new" not in hub.repos["me/two"]["files"]["README.md"][-3:]
+    said = typed("push --add", run_dir, "me/two", code=2)
+    assert "error: me/two is public: --add --public" in said
+    assert not hub.repos["me/two"]["files"]["README.md"].endswith(b"new")
     typed("push --add --public", run_dir, "me/two")
     assert hub.repos["me/two"]["files"]["README.md"].endswith(b"new")
 
@@ -239,8 +260,8 @@ def test_a_push_leaves_what_no_checkpoint_has_and_names_it(run_dir, hub, tmp_pat
     assert set(hub.repos["me/bert"]["files"]) == own - {"README.md"}
     assert b"password" not in b"".join(hub.repos["me/bert"]["files"].values())
     assert said.splitlines()[0] == (
-        "not uploaded, since no files of a checkpoint: .env, .git, README.md, README.md.bak, notes.txt, "
-        "readme-link.md, sub, training_args.bin"
+        "not uploaded, since no files of a checkpoint: .env, .git, README.md, README.md.bak, "
+        "notes.txt, readme-link.md, sub, training_args.bin"
     )
 
 
@@ -272,35 +293,69 @@ def test_evaluation_results_of_data_of_the_hub_are_made_of_the_record(kept, hub,
     assert names == {".eval_results/squad_v2.yaml"}
 
 
-def test_what_keeps_a_push_from_the_hub_is_one_line(run_dir, hub, tmp_path, typed, monkeypatch):
-    def told(*words):
-        said = typed("push", *words, code=2)
-        assert said.count("\n") == 1 and not hub.repos
-        return said
+# What keeps a push from the hub: each is told in one line, and makes no repository.
 
-    assert "'bert' is no name of the hub with its owner" in told(run_dir, "bert")
-    assert "'me/a b' is no name of the hub" in told(run_dir, "me/a b")
-    assert "no record" in told(tmp_path / "nothing", "me/bert")
+
+def told(typed, hub, *words) -> str:
+    """The one line with which a push ends that has made nothing."""
+    said = typed("push", *words, code=2)
+    assert said.count("\n") == 1
+    assert not hub.repos
+    return said
+
+
+@pytest.mark.parametrize("repo", ["bert", "me/a b"])
+def test_a_repository_is_an_owner_and_a_name(repo, run_dir, hub, typed):
+    said = told(typed, hub, run_dir, repo)
+    assert f"'{repo}' is no name of the hub with its owner" in said
+
+
+def test_a_folder_without_a_record_has_nothing_to_push(tmp_path, hub, typed):
+    assert "no record" in told(typed, hub, tmp_path / "nothing", "me/bert")
+
+
+def test_a_token_that_may_not_write_is_refused(run_dir, hub, typed, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "hf_other")
-    assert "the hub refuses the token: type `hf auth login`" in told(run_dir, "me/bert")
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "the hub refuses the token: type `hf auth login`" in said
+
+
+def test_a_push_takes_a_token(run_dir, hub, tmp_path, typed, monkeypatch):
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert "no token for the hub: type `hf auth login`, or set HF_TOKEN" in told(run_dir, "me/bert")
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "no token for the hub: type `hf auth login`, or set HF_TOKEN" in said
+
+
+def test_a_hub_that_is_not_there_is_told(run_dir, hub, typed, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    assert "me/bert: not uploaded: ConnectError" in told(run_dir, "me/bert")
-    monkeypatch.setattr(constants, "ENDPOINT", hub.url)
+    assert "me/bert: not uploaded: ConnectError" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_card_without_metadata_is_not_uploaded(run_dir, hub, typed):
     (run_dir / "model" / "README.md").write_text("Mine.")
     said = typed("push", run_dir, "me/begun", code=2)
     assert "me/begun: not uploaded: ValueError: Invalid metadata in README.md" in said
-    assert list(hub.repos.pop("me/begun")["files"]) == []
+    assert list(hub.repos["me/begun"]["files"]) == []
+
+
+def test_a_model_that_was_changed_is_not_uploaded(run_dir, hub, typed):
     (run_dir / "model" / "config.json").write_text("{}")
-    assert "is not the file that was saved" in told(run_dir, "me/bert")
+    assert "is not the file that was saved" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_run_that_a_process_works_on_is_not_uploaded(run_dir, hub, typed):
     with record.lock(run_dir):
-        assert "another process is working on this run" in told(run_dir, "me/bert")
+        said = told(typed, hub, run_dir, "me/bert")
+    assert "another process is working on this run" in said
+
+
+def test_a_run_that_was_killed_is_not_uploaded(run_dir, hub, typed):
     record.finish(run_dir, record.read_record(run_dir), "killed")
-    assert "it has ended as 'killed'" in told(run_dir, "me/bert")
+    assert "it has ended as 'killed'" in told(typed, hub, run_dir, "me/bert")
+
+
+def test_a_run_that_kept_no_model_has_nothing_to_push(run_dir, hub, typed):
     shutil.rmtree(run_dir / "model")
-    assert "no model/ in it; a run keeps its model at a preset that measures quality" in told(
-        run_dir, "me/bert"
-    )
+    said = told(typed, hub, run_dir, "me/bert")
+    assert "no model/ in it; a run keeps its model at a preset that measures quality" in said

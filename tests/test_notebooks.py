@@ -24,8 +24,8 @@ from traitlets.config import PyFileConfigLoader
 from qa_lib.data.squad import open_source
 from qa_lib.lab.report import cli
 from qa_lib.lab.report.notebook import answers, check_parameters, committed, finished, technique
+from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.variants import FAMILIES, VARIANTS, find_variant
 from tests.conftest import slow

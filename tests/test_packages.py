@@ -20,8 +20,8 @@ from packaging.requirements import Requirement
 from setuptools import find_packages
 
 from qa_lib import packages
+from qa_lib.lab.search.plan import plan
 from qa_lib.model import build, qat
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.tasks import TASKS
 from tests.material import ROOT, python, refused
@@ -353,7 +353,7 @@ def test_ipython_shows_the_one_line_of_what_is_not_ready():
 def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
     program = (
         f"import sys; sys.path.insert(0, {str(ROOT)!r})\n"
-        "from qa_lib.lab.launch.local import probe; print(probe()[0].hardware)"
+        "from qa_lib.lab.launch.probe import probe; print(probe()[0].hardware)"
     )
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", program]

@@ -25,7 +25,7 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
-from qa_lib.run.plan import identify_model
+from qa_lib.run.identity import identify_model
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths

@@ -8,8 +8,8 @@ from transformers import BertConfig
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import notebook_parameters
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
 from tests.material import leave, refused

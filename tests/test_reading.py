@@ -10,7 +10,7 @@ from qa_lib import ask
 from qa_lib.data.load import load_data
 from qa_lib.data.text import open_text
 from qa_lib.data.tokenize import _warn_of_capitals, bare, build_tokenizer, tokenize
-from qa_lib.run.plan import plan
+from qa_lib.lab.search.plan import plan
 from tests.material import (
     best_of,
     document,

@@ -16,24 +16,24 @@ from qa_lib.__main__ import main
 from qa_lib.data.squad import DataError
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
+from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.launch import process
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.lab.search import history
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.recommend import choose, open_sizes
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run import fit
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.recipes import find_recipe
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.step_log import StepFailed
-from tests import small  # noqa: F401, which has the preset
+from tests import faulty, small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import committed, leave, refused, write
 from tests.tiny import CPU, checkpoint
@@ -523,8 +523,8 @@ def cold(monkeypatch, folder):
 
 def warm(monkeypatch, folder):
     """Processes are forked, and A4's first step fails by itself."""
-    command = partial(process.call, "tests.faulty:work_but_a4")
-    monkeypatch.setattr(fit, "Launcher", partial(launch.Launcher, warm=True, command=command))
+    launcher = partial(launch.Launcher, warm=True, command=faulty.command_without_a4)
+    monkeypatch.setattr(anywhere, "Launcher", launcher)
 
 
 @pytest.mark.parametrize("plant", [warm, slow(cold)])

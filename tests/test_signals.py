@@ -1,6 +1,7 @@
-"""Asked to end, every verb does one thing: its children end, records say by what, a line says so, in five seconds.
+"""Asked to end, every verb ends its children, says by what in records and in a line, in seconds.
 
-And a driver that had no time to end anything leaves no run that goes on alone. All with real processes.
+A driver that had no time to end anything leaves no run that goes on alone. All of this is with real
+processes.
 """
 
 import os
@@ -17,44 +18,45 @@ import psutil
 import pytest
 
 from qa_lib.errors import CTRL_C, SIGNALS
-from qa_lib.lab.launch.process import DRIVER_GONE
-from qa_lib.run.fit import fit
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.launch.driver import DRIVER_GONE
 from tests.conftest import slow
-from tests.material import ROOT, cases, end_of, wait_for
+from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
 from tests.tiny import CPU, H200, planned
 
-WORDS = cases("commands that are stopped")
+COMMANDS = {
+    "run": "run A1 --preset smoke",
+    "sweep": "sweep --variants A1 --preset smoke",
+    "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
+    "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
+}
 SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
-SLOW = "import time\nsay = lambda line: time.sleep(60)"  # at a tenth of the steps: long enough for any test
+# At a tenth of the steps: long enough for any test.
+SLOW = "import time\nsay = lambda line: time.sleep(60)"
 
 
 class Lab:
     """A verb at work in a session of its own, as in a terminal of its own."""
 
     def __init__(self, folder, verb: str, before: tuple[str, ...] = (), **streams):
-        self.runs, notebook, self.family = folder / "runs", folder / "notebook.ipynb", []
+        self.runs = folder / "runs"
+        self.family = []
+        notebook = folder / "notebook.ipynb"
         write_notebook(notebook, before=SLOW, work=FIT)
+        # What it is told it is on; a try of max-batch then runs on the CPU, in fp32.
+        machine = H200 if verb == "max-batch" else CPU
         # Through papermill and its kernel: see test_sweep.
-        machine = (
-            H200 if verb == "max-batch" else CPU
-        )  # what it is told; its try then runs on the CPU, in fp32
-        streams = (
-            dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
-            | {"cwd": ROOT, "text": True}
-            | streams
+        told = environment(notebook, machine, plain=verb == "sweep")
+        options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "text": True}
+        options |= streams
+        lab = [sys.executable, "-m", "tests.small", *COMMANDS[verb].split()]
+        self.process = subprocess.Popen(
+            [*before, *lab, "--runs", str(self.runs)],
+            env=os.environ | told,
+            start_new_session=True,
+            **options,
         )
-        streams["env"] = os.environ | environment(notebook, machine, plain=verb == "sweep")
-        words = [
-            *before,
-            sys.executable,
-            "-m",
-            "tests.small",
-            *WORDS[verb].split(),
-            "--runs",
-            str(self.runs),
-        ]
-        self.process = subprocess.Popen(words, start_new_session=True, **streams)
 
     def __enter__(self):
         return self
@@ -65,7 +67,7 @@ class Lab:
                 process.kill()
 
     def wait_for_steps(self) -> None:
-        """Wait until a run trains, for as long as its driver lives, and note the processes that are there then."""
+        """Wait until a run trains, for as long as its driver lives, and note all processes."""
         wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
         assert self.process.poll() is None
         runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
@@ -90,7 +92,7 @@ class Lab:
         ]
 
 
-# All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
+# All signals go through errors.stoppable, and all verbs with processes through local.Launcher.
 CASES = [
     ("sweep", signal.SIGTERM),
     slow("sweep", signal.SIGINT),

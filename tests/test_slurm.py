@@ -1,4 +1,4 @@
-"""Runs as jobs of Slurm: against a stand-in for its commands, and never against Slurm itself, which nobody has here."""
+"""Runs as jobs of Slurm, against a stand-in for its commands: nobody has Slurm itself here."""
 
 import dataclasses
 import json
@@ -12,8 +12,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from qa_lib.lab.cli.verbs import parser_of
-from qa_lib.lab.launch import local as launch
-from qa_lib.run.plan import plan
+from qa_lib.lab.launch import slurm
+from qa_lib.lab.search.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.variants import find_family
 from tests.material import ROOT, end_of, refused
@@ -36,7 +36,7 @@ print("the last word")
 
 @pytest.fixture
 def cluster(tmp_path, monkeypatch):
-    """The folder of a stand-in for Slurm, whose commands are the only ones found before the system's."""
+    """The folder of a stand-in for Slurm, whose commands are found before the system's."""
     folder = shutil.copytree(ROOT / "tests" / "slurm", tmp_path / "bin")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     return folder
@@ -46,7 +46,7 @@ def launcher(runs, seconds=0.0, **more):
     def command(spec, runs):
         return [sys.executable, "-c", RUN, str(runs / spec.run_path), str(seconds)]
 
-    return launch.SlurmLauncher(runs, CPU, {}, command=command, **more)
+    return slurm.SlurmLauncher(runs, CPU, {}, command=command, **more)
 
 
 def specs(*rows, **changes):
@@ -58,21 +58,33 @@ def specs(*rows, **changes):
 
 def asked(cluster):
     """What each sbatch was asked for."""
-    return [
-        line for line in (cluster / "asked").read_text().splitlines() if line.startswith("--wait")
-    ]
+    lines = (cluster / "asked").read_text().splitlines()
+    return [line for line in lines if line.startswith("--wait")]
 
 
-def test_a_job_asks_for_what_its_run_takes_and_is_judged_as_a_run_here(cluster, tmp_path):
-    entries = launcher(tmp_path / "runs").run_all(specs("A1", "P1"))
-    assert [entry["status"] for entry in entries] == ["ok", "ok"]
+@pytest.fixture
+def two_runs(cluster, tmp_path):
+    """The records of two runs that were jobs: of one process, and of two."""
+    return launcher(tmp_path / "runs").run_all(specs("A1", "P1"))
+
+
+def test_a_job_is_judged_as_a_run_here(two_runs, tmp_path):
+    assert [entry["status"] for entry in two_runs] == ["ok", "ok"]
+    log = tmp_path / "runs" / specs("A1")[0].run_path / "log.txt"
+    assert log.read_text() == "Submitted batch job 1\nthe last word\n"
+
+
+def test_a_job_asks_for_what_its_run_takes(two_runs, cluster):
     one, two = sorted(asked(cluster), key=lambda line: "P1" in line)
-    assert "--cpus-per-task=1 " in one and "--cpus-per-task=2 " in two and "--time=15 " in one
+    assert "--cpus-per-task=1 " in one
+    assert "--cpus-per-task=2 " in two
+    assert "--time=15 " in one
     assert "--gpus" not in one + two, "these are runs on CPUs"
-    log = (tmp_path / "runs" / specs("A1")[0].run_path / "log.txt").read_text()
-    assert log == "Submitted batch job 1\nthe last word\n"
-    assert launcher(tmp_path / "runs").run_all(specs("A1", "P1")) == entries
-    assert len(asked(cluster)) == 2, "what is finished is no job again"
+
+
+def test_what_is_finished_is_no_job_again(two_runs, cluster, tmp_path):
+    assert launcher(tmp_path / "runs").run_all(specs("A1", "P1")) == two_runs
+    assert len(asked(cluster)) == 2
 
 
 def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
@@ -83,35 +95,31 @@ def test_what_slurm_refuses_is_in_the_record(cluster, tmp_path):
     )
 
 
-def test_a_job_over_its_limit_is_cancelled_and_the_queue_does_not_count(cluster, tmp_path):
+def test_a_job_over_its_limit_is_cancelled(cluster, tmp_path):
     launcher(tmp_path, seconds=30, time_limit_s=1).run_all(specs("A1"))
     assert end_of(tmp_path / specs("A1")[0].run_path) == ("killed", "over its time limit of 1 s")
-    assert len((cluster / "cancelled").read_text().splitlines()) == 2, (
-        "before it began, and at its end"
-    )
+    cancelled = (cluster / "cancelled").read_text().splitlines()
+    assert len(cancelled) == 2, "before it began, and at its end"
+
+
+def test_the_time_in_the_queue_does_not_count(cluster, tmp_path):
+    """The record of this job says `starting` until its end."""
     patient = launcher(tmp_path, time_limit_s=1)
-    patient.command = lambda spec, runs: [
-        "sh",
-        "-c",
-        "sleep 2",
-    ]  # its record says `starting` all the while
-    assert "before the run did" in patient.run_all(specs("A2"))[0]["error"]["message"]
+    patient.command = lambda spec, runs: ["sh", "-c", "sleep 2"]
+    (entry,) = patient.run_all(specs("A2"))
+    assert "before the run did" in entry["error"]["message"]
 
 
 def test_a_driver_that_is_stopped_cancels_its_job(cluster, tmp_path):
     def look():
-        if any(
-            json.loads(path.read_text())["status"] == "running"
-            for path in tmp_path.glob("*/*/record.json")
-        ):
-            raise ZeroDivisionError
+        for path in tmp_path.glob("*/*/record.json"):
+            if json.loads(path.read_text())["status"] == "running":
+                raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         launcher(tmp_path, seconds=30).run_all(specs("A1"), look=look)
-    assert end_of(tmp_path / specs("A1")[0].run_path) == (
-        "killed",
-        "the driver was stopped by ZeroDivisionError",
-    )
+    end = end_of(tmp_path / specs("A1")[0].run_path)
+    assert end == ("killed", "the driver was stopped by ZeroDivisionError")
     assert not list(cluster.glob("job-*"))
 
 
@@ -125,29 +133,30 @@ def test_two_drivers_of_one_folder_submit_each_run_once(cluster, tmp_path):
 
 def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monkeypatch):
     said = dataclasses.asdict(Machine("h100", gpus=1, sm=90)), {"gpu": "NVIDIA H100"}
-    monkeypatch.setattr(launch, "PROBE", f"print({json.dumps(said)!r})")
-    assert launch.probe_node(tmp_path / "runs", 4) == (
-        Machine("h100", gpus=4, sm=90),
-        {"gpu": "NVIDIA H100"},
-    )
-    assert "--gpus=1 " in asked(cluster)[0] and not list((tmp_path / "runs").iterdir())
-    monkeypatch.setattr(launch, "PROBE", "import nothing")
-    refused(
-        "a node cannot load the lab: ModuleNotFoundError.*'nothing'",
-        launch.probe_node,
-        tmp_path / "runs",
-        None,
-    )
+    monkeypatch.setattr(slurm, "PROBE", f"print({json.dumps(said)!r})")
+    machine, environment = slurm.probe_node(tmp_path / "runs", 4)
+    assert machine == Machine("h100", gpus=4, sm=90)
+    assert environment == {"gpu": "NVIDIA H100"}
+    assert "--gpus=1 " in asked(cluster)[0]
+    assert not list((tmp_path / "runs").iterdir())
 
 
-def test_a_host_without_slurm_and_cards_of_this_machine_are_refused_in_one_line(
-    tmp_path, monkeypatch, typed
-):
+def test_a_node_that_cannot_load_the_lab_is_one_line(cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(slurm, "PROBE", "import nothing")
+    said = "a node cannot load the lab: ModuleNotFoundError.*'nothing'"
+    refused(said, slurm.probe_node, tmp_path / "runs", None)
+
+
+def test_a_host_without_slurm_is_told_in_one_line(tmp_path, monkeypatch, typed):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
     said = "error: --launcher slurm: this host has no Slurm, whose command sinfo was not found; "
     assert typed(words, code=2).startswith(said)
-    assert typed(f"{words} --gpus 0", code=2).startswith("error: --gpus and --shared-gpu are")
+
+
+def test_cards_of_this_machine_are_not_for_slurm(tmp_path, typed):
+    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path} --gpus 0"
+    assert typed(words, code=2).startswith("error: --gpus and --shared-gpu are")
 
 
 PAGE = (ROOT / "docs" / "slurm.md").read_text(encoding="utf-8")
@@ -156,7 +165,7 @@ SHOWN = re.search(r"```text\nsbatch (.*)\n```", PAGE)[1]
 
 
 def specs_of(line):
-    """The runs of a documented command on a host with H100s, of generated questions in place of one's own."""
+    """The runs of a documented command on a host with H100s, of generated questions."""
     words = shlex.split(line)
     assert words[:4] == ["python", "-m", "qa_lib", "sweep"]
     args = parser_of("sweep").parse_args(words[4:])
@@ -174,8 +183,7 @@ def test_the_example_of_the_page_submits_the_job_that_the_page_shows(
         monkeypatch.setenv(*re.fullmatch(r"export (\w+)=(\S+)", line).groups())
     args, rows = specs_of(command)
     assert args.launcher == "slurm" and len(rows) == 9
-    entries = launcher(tmp_path, time_limit_s=args.time_limit).run_all(rows[:2])
-    assert [entry["status"] for entry in entries] == ["ok", "ok"]
+    launcher(tmp_path, time_limit_s=args.time_limit).run_all(rows[:2])
     for line in asked(cluster):
         for name, word in (("job-name", "RUN"), ("output", "LOG"), ("wrap", "COMMAND")):
             line = re.sub(rf"--{name}=.*?(?= --\w|$)", f"--{name}={word}", line)

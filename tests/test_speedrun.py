@@ -13,10 +13,10 @@ import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
-from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch import cold
 from qa_lib.lab.report import evidence
+from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import read_record, run_files
-from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
 from tests.test_notebooks import names, run_here
 from tests.test_report import make
@@ -53,7 +53,7 @@ def shown(tmp_path_factory):
     """What the notebook shows of a run that has been made up, and its names."""
     runs = tmp_path_factory.mktemp("smoke")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(launch, "run_cold", lambda spec, runs: read_record(make(runs, spec.variant)))
+        patch.setattr(cold, "run_cold", lambda spec, runs: read_record(make(runs, spec.variant)))
         texts = run_at_smoke_size(runs)
     return SimpleNamespace(texts=texts, **{name: names()[name] for name in ("verdict", "recipes")})
 
@@ -125,8 +125,8 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
         assert {"run", spec.variant, "--seed=3", "--data=synthetic:1600", chosen} <= {*command}
         made.rename(tmp_path / spec.run_path)
 
-    monkeypatch.setattr(launch.subprocess, "run", run)
-    entry = launch.run_cold(spec, tmp_path)
+    monkeypatch.setattr(cold.subprocess, "run", run)
+    entry = cold.run_cold(spec, tmp_path)
     assert (
         entry == read_record(tmp_path / spec.run_path) and entry["time"]["notebook_s"] is not None
     )

@@ -21,10 +21,10 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.launch.process import call, child_env, spec_from
+from qa_lib.lab.launch.process import child_env, spec_from
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure.hardware import this_machine
 from qa_lib.records import record
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from tests import small, warm
 from tests.conftest import slow
@@ -443,7 +443,7 @@ def test_what_befalls_one_run_costs_that_run_alone(tmp_path, monkeypatch, fault,
     def command(spec, runs):
         if fault == "no process" and tmp_path / spec.run_path == lost:
             raise EOFError
-        return call("tests.small:pretend", spec, runs, 0.05)
+        return small.pretend_command(spec, runs, 0.05)
 
     entries = launch.Launcher(tmp_path, Machine(), {}, command=command).run_all(specs, look=look)
     assert [entry["status"] for entry in entries] == ["ok", "killed", "ok"]
@@ -480,7 +480,7 @@ def test_the_time_left_counts_the_parts_of_runs_at_work(tmp_path, monkeypatch, c
 
 def pretend(spec, runs):
     """The command of a run that writes its files and trains nothing."""
-    return call("tests.small:pretend", spec, runs, 0.0)
+    return small.pretend_command(spec, runs, 0.0)
 
 
 def bad_record(folder: Path, _) -> None:

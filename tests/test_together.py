@@ -1,7 +1,7 @@
-"""Runs of several processes, through torchrun and over gloo: how they begin, fail, stop and go on."""
+"""Runs of several processes, through torchrun and gloo: how they begin, fail, stop and go on."""
 
-import contextlib
 import dataclasses
+import json
 import os
 import signal
 import socket
@@ -11,7 +11,6 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 
 import psutil
 import pytest
@@ -19,14 +18,15 @@ import torch
 
 from qa_lib.errors import Stopped, UserError
 from qa_lib.lab.launch import torchrun
-from qa_lib.lab.launch.process import call, kill
+from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.launch.process import Work, child_command, kill
 from qa_lib.measure import hardware
 from qa_lib.records import record
-from qa_lib.run.fit import fit, noting_faults, recording
+from qa_lib.run.recording import fault_path, first_fault, noting_faults, recording
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.parallel.process_group import ProcessGroup
-from tests import faulty, warm
-from tests.material import ROOT, cases, end_of, python, refused, wait_for, write
+from tests import faulty, small, warm
+from tests.material import ROOT, end_of, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -39,208 +39,337 @@ def short(variant="P1", **sizes):
 
 
 def left_of(runs) -> list[int]:
-    """The processes at work for a runs folder, which their commands name: also those whose torchrun has gone, and which
-    are below this process no more."""
+    """The processes at work for a runs folder, by their commands.
+
+    Those whose torchrun has gone, and which are below this process no more, are among them.
+    """
     found = [process.info for process in psutil.process_iter(["pid", "cmdline"])]
     return [info["pid"] for info in found if str(runs) in (info["cmdline"] or [])]
+
+
+def fit_warm(spec, runs, **fault) -> dict:
+    """The record of a run in its processes, without torchrun; one may end it by a fault."""
+    words = faulty.child_command(Work.RANK, spec, runs, fault)[2:]
+    warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
+    return record.read_record(runs / spec.run_path)
+
+
+# A run that comes to its end.
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run's folder, and its record."""
-    spec, runs = short(quality=True), tmp_path_factory.mktemp("whole")
+    spec = short(quality=True)
+    runs = tmp_path_factory.mktemp("whole")
     return runs / spec.run_path, fit_warm(spec, runs)
 
 
-def test_the_record_is_of_all_processes_and_the_model_of_the_first(whole):
+def test_the_record_is_of_all_processes(whole):
+    _, entry = whole
+    assert entry["status"] == "ok"
+    assert entry["spec"]["world"] == 2
+    parallel = entry["parallel"]
+    assert parallel["world"] == 2
+    assert parallel["weights_equal"] is True
+    assert parallel["backend"] == "gloo"
+    assert parallel["wrapper"] == "DistributedDataParallel"
+    assert parallel["rank_peak_mib"] is None, "which is not measured on a CPU"
+    assert set(parallel["rank_step_ms"]) == {"0", "1"}
+
+
+def test_the_speed_is_that_of_all_processes_together(whole):
     run_dir, entry = whole
-    assert (entry["status"], entry["spec"]["world"]) == ("ok", 2)
-    wanted = {
-        "world": 2,
-        "weights_equal": True,
-        "backend": "gloo",
-        "wrapper": "DistributedDataParallel",
-    }
-    wanted |= {"rank_peak_mib": None}  # which is not measured on a CPU
-    assert entry["parallel"] | wanted == entry["parallel"] and set(
-        entry["parallel"]["rank_step_ms"]
-    ) == {"0", "1"}
+    timed_ms = [step["ms"] for step in steps_of(run_dir)][5:]
+    samples = 16 * len(timed_ms)
+    per_s = samples / sum(timed_ms) * 1e3
+    assert entry["speed"]["samples_per_s"] == pytest.approx(per_s, rel=0.4)
+
+
+def test_the_first_process_logs_every_step_once_and_keeps_the_model(whole):
+    run_dir, _ = whole
     assert [step["step"] for step in steps_of(run_dir)] == list(range(1, 31))
-    # Samples of all processes in the time of a step.
-    timed = [step["ms"] for step in steps_of(run_dir)][5:]
-    assert entry["speed"]["samples_per_s"] == pytest.approx(
-        16 * len(timed) / sum(timed) * 1e3, rel=0.4
-    )
-    assert (run_dir / "model" / "model.safetensors").exists() and not list(run_dir.glob("fault*"))
+    assert (run_dir / "model" / "model.safetensors").exists()
+    assert not list(run_dir.glob("fault*"))
 
 
-def fit_warm(spec, runs, **fault) -> dict:
-    """The record of a run in its processes, which one ends or spoils by a fault; without torchrun."""
-    words = faulty.call("qa_lib.run.fit:work_as_one", spec, runs, fault)[2:]
-    warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
-    return record.read_record(runs / spec.run_path)
+# How torchrun is started and supervised.
 
 
 def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_path, monkeypatch):
     """By a torchrun of our own; how the real one ends is in the test after the next."""
-    spec, asked = short(), []
+    spec = short()
+    run_dir = tmp_path / spec.run_path
+    asked = []
     monkeypatch.setattr("torch.distributed.run.main", asked.extend)
-    (tmp_path / spec.run_path).mkdir(parents=True)
-    torchrun.fault_path(tmp_path / spec.run_path, 1).write_text("{}")
+    run_dir.mkdir(parents=True)
+    fault_path(run_dir, 1).write_text("{}")
     torchrun.supervise(spec, str(tmp_path))
-    assert (
-        asked[:3] == ["--standalone", "--nproc-per-node", "2"]
-        and "qa_lib.run.fit:work_as_one" in asked
-    )
-    assert torchrun.first_fault(tmp_path / spec.run_path) is None
+    assert asked[:3] == ["--standalone", "--nproc-per-node", "2"]
+    assert asked[3:6] == ["-m", "qa_lib.lab.launch.child", "rank"]
+    assert first_fault(run_dir) is None
 
 
-def test_a_run_of_several_processes_returns_its_record_or_the_reason_why_there_is_none(
+def test_a_run_of_several_processes_returns_its_record_and_says_what_they_print(
     tmp_path, monkeypatch
 ):
-    spec, said = short(), []
-    run_dir = tmp_path / spec.run_path
-    commands = iter([call("tests.small:pretend", spec, tmp_path), ["true"]])
-    monkeypatch.setattr(torchrun, "call", lambda *_: next(commands))
+    spec = short()
+    said = []
+    command = small.pretend_command(spec, tmp_path)
+    monkeypatch.setattr(torchrun, "child_command", lambda *_: command)
     entry = fit(spec, tmp_path, say=said.append)
-    assert entry == record.read_record(run_dir) and (entry["status"], said) == (
-        "ok",
-        ["the last word"],
-    )
-    refused("its processes ended before the run did", fit, spec, tmp_path, say=quiet, force=True)
+    assert entry == record.read_record(tmp_path / spec.run_path)
+    assert entry["status"] == "ok"
+    assert said == ["the last word"]
 
 
-FAULTS = [("killed", "SIGKILL", " was ended by SIGKILL"), ("error", "ValueError", ": a fault")]
-FAULTS += [("oom", "OutOfMemoryError", ": CUDA out of memory")]
+def test_processes_that_end_before_the_run_did_are_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(torchrun, "child_command", lambda *_: ["true"])
+    refused("its processes ended before the run did", fit, short(), tmp_path, say=quiet)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("status", "kind", "said"), FAULTS)
-def test_one_process_fails_and_all_end_with_its_fault_told(
-    status, kind, said, whole, tmp_path, monkeypatch
-):
-    spec, fault, message = short(), {"rank": 1, "step": 15, "kind": status}, f"process 1 of 2{said}"
-    with monkeypatch.context() as patch:
-        patch.setattr(torchrun, "call", lambda *words: faulty.call(*words, fault))
-        begin = time.monotonic()
-        with (
-            contextlib.nullcontext() if status == "oom" else pytest.raises(UserError, match=message)
-        ):
-            fit(spec, tmp_path, say=quiet)
-        assert time.monotonic() - begin < LIMIT_S
-    assert left_of(tmp_path) == []
+def test_a_process_that_runs_out_of_memory_ends_all_and_is_a_result(tmp_path, monkeypatch):
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": "oom"}
+    entry = fit_with_fault(spec, tmp_path, fault, monkeypatch)
+    message = "process 1 of 2: CUDA out of memory"
+    assert entry["status"] == "oom"
+    assert entry["error"] == {"kind": "OutOfMemoryError", "message": message, "step": 15}
+
+
+@pytest.mark.slow
+def test_a_process_that_raises_ends_all_with_its_fault_told(tmp_path, monkeypatch):
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": "error"}
+    with pytest.raises(UserError, match="process 1 of 2: a fault"):
+        fit_with_fault(spec, tmp_path, fault, monkeypatch)
     entry = record.read_record(tmp_path / spec.run_path)
-    step = None if kind == "SIGKILL" else 15
-    assert (entry["status"], entry["error"]) == (
-        status,
-        {"kind": kind, "message": message, "step": step},
-    )
-    assert list((tmp_path / spec.run_path).glob("fault*")) == []
-    if (
-        kind == "SIGKILL"
-    ):  # the next call goes on from the last checkpoint, and makes the steps of a run left alone
-        entry = fit_warm(spec, tmp_path)
-        assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == (
-            "ok",
-            10,
-            30,
-        )
-        assert losses_of(tmp_path / spec.run_path) == losses_of(whole[0])
+    message = "process 1 of 2: a fault"
+    assert entry["status"] == "error"
+    assert entry["error"] == {"kind": "ValueError", "message": message, "step": 15}
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_ends_all_and_the_next_call_goes_on(whole, tmp_path, monkeypatch):
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": "killed"}
+    with pytest.raises(UserError, match="process 1 of 2 was ended by SIGKILL"):
+        fit_with_fault(spec, tmp_path, fault, monkeypatch)
+    entry = record.read_record(tmp_path / spec.run_path)
+    message = "process 1 of 2 was ended by SIGKILL"
+    assert entry["status"] == "killed"
+    assert entry["error"] == {"kind": "SIGKILL", "message": message, "step": None}
+    # From the last checkpoint, with the steps of a run that was left alone.
+    entry = fit_warm(spec, tmp_path)
+    assert entry["status"] == "ok"
+    assert entry["time"]["resumed_from_step"] == 10
+    assert entry["time"]["steps"] == 30
+    assert losses_of(tmp_path / spec.run_path) == losses_of(whole[0])
+
+
+def fit_with_fault(spec, runs, fault, monkeypatch) -> dict:
+    """What fit returns of a run under torchrun in which one process fails; no other is left."""
+    begin = time.monotonic()
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                torchrun, "child_command", lambda *words: faulty.child_command(*words, fault)
+            )
+            return fit(spec, runs, say=quiet)
+    finally:
+        assert time.monotonic() - begin < LIMIT_S
+        assert left_of(runs) == []
+        assert not list((runs / spec.run_path).glob("fault*"))
+
+
+# The public fit on a spec and a runs folder, in a Python of its own.
+FIT = """
+import sys
+
+from qa_lib import fit
+from qa_lib.lab.launch.process import spec_from
+
+fit(spec_from(sys.argv[1]), sys.argv[2])
+"""
 
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_processes(tmp_path):
     """From a terminal it comes to torchrun as well."""
     spec = short(steps=100_000)
-    process = subprocess.Popen(
-        torchrun.call("qa_lib.run.fit:fit", spec, tmp_path), start_new_session=True, **PIPED
-    )
+    written = json.dumps(dataclasses.asdict(spec))
+    command = [sys.executable, "-c", FIT, written, str(tmp_path)]
+    process = subprocess.Popen(command, start_new_session=True, cwd=ROOT, **PIPED)
     wait_for(lambda: any(path.stat().st_size for path in tmp_path.glob("*/*/steps.jsonl")))
     family = psutil.Process(process.pid).children(recursive=True)
     os.killpg(process.pid, signal.SIGINT)
     process.communicate(timeout=LIMIT_S)
-    assert len(family) >= 3 and psutil.wait_procs(family, timeout=10)[1] == [], (
-        "torchrun and its two"
-    )
+    assert len(family) >= 3, "torchrun and its two"
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
     assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")
+
+
+# Which fault is told.
 
 
 def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
     entry = fit_warm(short(), tmp_path, rank=1, step=15, kind="drift")
-    assert (entry["status"], entry["parallel"]["weights_equal"]) == ("ok", False)
+    assert entry["status"] == "ok"
+    assert entry["parallel"]["weights_equal"] is False
 
 
-def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
-    refused(
-        "A1 trains in one process, and torchrun has started 2", fit, planned(), tmp_path, say=quiet
-    )
-    assert not list(tmp_path.iterdir())
+# A fault is (its time, its kind, its status), one a process; exit codes are those of all processes.
+# SIGTERM is -15, SIGSEGV -11; SIGKILL, -9, is what torchrun sends to one that waits in a kernel.
+CLOSED = (20.0, "ConnectionClosed", "error")
+CAUSES = {
+    "the earlier fault": (
+        [CLOSED, (19.5, "OutOfMemory", "error")],
+        [1, 1],
+        ("error", "process 1 of 2: OutOfMemory"),
+    ),
+    "a process that a signal has ended": (
+        [CLOSED],
+        [-15, -11],
+        ("killed", "process 1 of 2 was ended by SIGSEGV"),
+    ),
+    "memory, before a kill by torchrun": (
+        [(20.0, "OutOfMemory", "oom")],
+        [1, -9],
+        ("oom", "process 0 of 2: OutOfMemory"),
+    ),
+    "a process that left no fault": (
+        [],
+        [-15, 3],
+        ("killed", "process 1 of 2 ended with exit code 3"),
+    ),
+}
 
 
-@pytest.mark.parametrize(("faults", "codes", "status", "said"), cases("causes of a failed run"))
-def test_the_first_fault_is_the_cause(faults, codes, status, said, tmp_path):
-    """By when each process has failed, by what and with which status, and by their exit codes: SIGTERM is -15, SIGSEGV
-    -11, and SIGKILL, -9, is what torchrun sends to one that waits in a kernel."""
+@pytest.mark.parametrize("cause", CAUSES)
+def test_the_first_fault_is_the_cause(cause, tmp_path):
+    faults, exit_codes, end = CAUSES[cause]
     spec = short()
     record.write_record(tmp_path, record.new_record(spec, {}))
-    for rank, (at, kind, each) in enumerate(faults):
+    for rank, (at, kind, status) in enumerate(faults):
         error = {"kind": kind, "message": f"process {rank} of 2: {kind}", "step": 3}
-        write(torchrun.fault_path(tmp_path, rank), {"at": at, "status": each, "error": error})
-    torchrun.record_fault(spec, tmp_path, dict(enumerate(codes)))
-    assert end_of(tmp_path) == (status, f"process {said}")
+        write(fault_path(tmp_path, rank), {"at": at, "status": status, "error": error})
+    torchrun.record_fault(spec, tmp_path, dict(enumerate(exit_codes)))
+    assert end_of(tmp_path) == end
 
 
 @pytest.mark.parametrize(
-    ("age", "end"), [(0, ("error", "a fault")), (1e6, ("killed", "stopped by SIGTERM"))]
+    ("age_s", "end"), [(0, ("error", "a fault")), (1e6, ("killed", "stopped by SIGTERM"))]
 )
-def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(age, end, tmp_path):
+def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(
+    age_s, end, tmp_path
+):
     error = {"kind": "ValueError", "message": "a fault", "step": 3}
+    fault = {"at": time.time() - age_s, "status": "error", "error": error}
     with pytest.raises(Stopped), recording(short(), tmp_path, quiet):
-        write(
-            torchrun.fault_path(tmp_path, 1),
-            {"at": time.time() - age, "status": "error", "error": error},
-        )
+        write(fault_path(tmp_path, 1), fault)
         raise Stopped("SIGTERM")
     assert end_of(tmp_path) == end
 
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])
 def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(
-    shared, status, tmp_path, monkeypatch
+    shared, status, tmp_path
 ):
-    monkeypatch.setattr("qa_lib.run.fit.shares_gpu", lambda device: shared)
     second = types.SimpleNamespace(store=True, rank=1, world=2)
-    with pytest.raises(MemoryError), noting_faults(tmp_path, second):
+    with pytest.raises(MemoryError), noting_faults(tmp_path, second, shared):
         raise MemoryError
-    assert torchrun.first_fault(tmp_path)["status"] == status
+    assert first_fault(tmp_path)["status"] == status
 
 
-def test_more_gpus_than_there_are_skip_the_variant_with_the_reason(tmp_path):
-    pair, row = dataclasses.replace(H200, gpus=2), partial(planned, "P-one-bucket")
-    assert row(machine=H200).skip == "needs 2 GPUs, and this machine has 1"
-    assert (row(machine=H200, world=1).skip, row(machine=pair).skip) == (None, None)
-    assert fit(row(machine=H200), tmp_path, say=quiet)["status"] == "skipped"
+# What cannot be shared.
 
 
-@pytest.mark.parametrize(("row", "counts", "said"), cases("processes that cannot share a step"))
-def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(row, counts, said):
-    refused(said, planned, row, **counts)
+def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    said = "A1 trains in one process, and torchrun has started 2"
+    refused(said, fit, planned(), tmp_path, say=quiet)
+    assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("row", "world", "said"), cases("models that cannot be divided"))
-def test_a_model_that_cannot_be_divided_skips_the_variant_with_the_reason(row, world, said):
-    assert planned(row, world=world).skip == said
+@pytest.mark.parametrize(
+    ("gpus", "world", "skip"),
+    [
+        (1, None, "needs 2 GPUs, and this machine has 1"),
+        (1, 1, None),
+        (2, None, None),
+    ],
+)
+def test_a_variant_is_skipped_where_there_are_too_few_gpus(gpus, world, skip):
+    machine = dataclasses.replace(H200, gpus=gpus)
+    assert planned("P-one-bucket", machine=machine, world=world).skip == skip
+
+
+def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped(tmp_path):
+    entry = fit(planned("P-one-bucket", machine=H200), tmp_path, say=quiet)
+    assert entry["status"] == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("variant", "counts", "said"),
+    [
+        ("A1", {"world": 2}, "A1 trains in one process, not in 2"),
+        (
+            "P1",
+            {"world": 4},
+            "4 processes do not divide the 2 micro-batches of a step at preset 'smoke'",
+        ),
+        ("P1", {"stages": 2}, "P1 is no pipeline"),
+        ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
+        (
+            "P-1f1b",
+            {"world": 4},
+            "1f1b takes at least as many micro-batches as the 4 stages, and a pipeline has 2",
+        ),
+        (
+            "P-interleaved",
+            {"micro_batch": 16},
+            "a multiple in micro-batches of the 2 stages, and a pipeline has 1",
+        ),
+    ],
+)
+def test_processes_that_cannot_share_a_step_are_refused_before_anything_starts(
+    variant, counts, said
+):
+    refused(said, planned, variant, **counts)
+
+
+@pytest.mark.parametrize(
+    ("variant", "world", "skip"),
+    [
+        ("P-interleaved", 2, "a model of 2 layers has no 4 equal parts"),
+        ("P-tensor", 4, "4 processes do not divide the 2 heads of attention"),
+        ("P-gpipe", 2, None),
+        ("P-tensor", 2, None),
+    ],
+)
+def test_a_model_that_cannot_be_divided_skips_the_variant_with_the_reason(variant, world, skip):
+    assert planned(variant, world=world).skip == skip
 
 
 def test_stages_are_part_of_the_identity():
-    """Two pipelines of two, and one of four, whatever was asked for by a number and what by its absence."""
-    two, four, same = (
-        planned("P-gpipe", micro_batch=2, world=4, stages=stages) for stages in (2, 4, None)
-    )
-    assert (two.stages, two.accumulation, four.accumulation) == (2, 4, 8)
-    assert two.hash != four.hash == same.hash == planned("P-gpipe", micro_batch=2, stages=4).hash
+    """Two pipelines of two, and one of four."""
+    two = planned("P-gpipe", micro_batch=2, world=4, stages=2)
+    four = planned("P-gpipe", micro_batch=2, world=4, stages=4)
+    assert (two.stages, two.accumulation) == (2, 4)
+    assert four.accumulation == 8
+    assert two.hash != four.hash
+
+
+def test_stages_that_are_asked_for_by_a_number_or_by_its_absence_are_the_same():
+    four = planned("P-gpipe", micro_batch=2, world=4, stages=4)
+    assert planned("P-gpipe", micro_batch=2, world=4).hash == four.hash
+    assert planned("P-gpipe", micro_batch=2, stages=4).hash == four.hash
+
+
+# GPUs, and turns on them.
 
 
 LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
@@ -272,14 +401,16 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
         "get_device_properties",
         lambda card: types.SimpleNamespace(uuid=seen.order[card]),
     )
-    gpu, holders, most = types.SimpleNamespace(type="cuda"), [], []
+    gpu = types.SimpleNamespace(type="cuda")
+    holders = []
+    at_once = []
 
     def run(*order):
         seen.order = order
         for _ in range(20):
             with hardware.gpu_lock(gpu):
                 holders.append(order)
-                most.append(len(holders))
+                at_once.append(len(holders))
                 time.sleep(0.001)
                 holders.remove(order)
 
@@ -288,13 +419,15 @@ def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_
         thread.start()
     for thread in threads:
         thread.join(timeout=30)
-    assert len(most) == 40 and max(most) == 1
+    assert at_once == [1] * 40
 
 
 def test_the_others_wait_until_the_first_has_its_turn():
-    first, second = ProcessGroup(torch.device("cpu")), ProcessGroup(torch.device("cpu"))
+    first = ProcessGroup(torch.device("cpu"))
+    second = ProcessGroup(torch.device("cpu"))
     first.store = second.store = torch.distributed.HashStore()
-    second.rank, second.first = 1, False
+    second.rank = 1
+    second.first = False
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(second.start)
         time.sleep(0.3)
@@ -318,7 +451,8 @@ def answers(port: int) -> bool:
 
 def agent(port: int, *options) -> subprocess.Popen:
     """torchrun on one host of two, as torchrun.py documents it, which both are this machine."""
-    endpoint = f"--nnodes 2 --rdzv-backend c10d --rdzv-endpoint 127.0.0.1:{port} --rdzv-id test --max-restarts 1"
+    endpoint = "--nnodes 2 --rdzv-backend c10d --rdzv-id test --max-restarts 1 "
+    endpoint += f"--rdzv-endpoint 127.0.0.1:{port}"
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torch.distributed.run", *endpoint.split(), *options]
     return subprocess.Popen(command, env=env, **PIPED)
@@ -326,18 +460,18 @@ def agent(port: int, *options) -> subprocess.Popen:
 
 @pytest.mark.slow
 def test_two_hosts_go_on_together_when_one_has_lost_its_process(port, tmp_path):
-    spec, fault = short(), {"rank": 1, "step": 15, "kind": "killed"}
-    work = faulty.call("qa_lib.run.fit:work_as_one", spec, tmp_path, fault)[1:]
+    spec = short()
+    fault = {"rank": 1, "step": 15, "kind": "killed"}
+    work = faulty.child_command(Work.RANK, spec, tmp_path, fault)[1:]
     both = [agent(port, "--rdzv-conf", "join_timeout=40", *work) for _ in range(2)]
     said = [host.communicate(timeout=LIMIT_S)[0] for host in both]
     assert [host.returncode for host in both] == [0, 0], said
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["time"]["resumed_from_step"], entry["time"]["steps"]) == (
-        "ok",
-        10,
-        30,
-    )
-    assert (entry["parallel"]["world"], entry["parallel"]["weights_equal"]) == (2, True)
+    assert entry["status"] == "ok"
+    assert entry["time"]["resumed_from_step"] == 10
+    assert entry["time"]["steps"] == 30
+    assert entry["parallel"]["world"] == 2
+    assert entry["parallel"]["weights_equal"] is True
     assert list((tmp_path / spec.run_path).glob("fault*")) == []
 
 
@@ -351,10 +485,12 @@ def test_run_starts_the_processes_by_itself(tmp_path):
 
 @pytest.mark.slow
 def test_a_host_goes_on_alone_when_the_other_is_lost(port, tmp_path):
-    """It takes the micro-batches of both from the last checkpoint on; here it notices sooner than by torchrun's own
-    settings."""
+    """It takes the micro-batches of both from the last checkpoint on.
+
+    Here it notices sooner than by torchrun's own settings.
+    """
     spec = short(steps=200)
-    work = torchrun.call("qa_lib.run.fit:work_as_one", spec, tmp_path)[1:]
+    work = child_command(Work.RANK, spec, tmp_path)[1:]
     conf = "join_timeout=40,last_call_timeout=3,keep_alive_interval=1"
     options = ("--nnodes", "1:2", "--rdzv-conf", conf, *work)
     head = agent(port, *options)
@@ -365,11 +501,10 @@ def test_a_host_goes_on_alone_when_the_other_is_lost(port, tmp_path):
     said = head.communicate(timeout=LIMIT_S)[0]
     assert head.returncode == 0, said
     entry = record.read_record(tmp_path / spec.run_path)
-    assert (entry["status"], entry["time"]["steps"]) == ("ok", 200) and entry["time"][
-        "resumed_from_step"
-    ] >= 10
-    assert (
-        entry["parallel"]["world"] == 1
-        and "world: 1 processes at the end" in entry["spec"]["adjusted"]
-    )
-    assert len(losses_of(tmp_path / spec.run_path)) == 200 and left_of(tmp_path) == []
+    assert entry["status"] == "ok"
+    assert entry["time"]["steps"] == 200
+    assert entry["time"]["resumed_from_step"] >= 10
+    assert entry["parallel"]["world"] == 1
+    assert "world: 1 processes at the end" in entry["spec"]["adjusted"]
+    assert len(losses_of(tmp_path / spec.run_path)) == 200
+    assert left_of(tmp_path) == []

@@ -30,15 +30,17 @@ from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
 from qa_lib.lab.app.page import dashboard, running
-from qa_lib.lab.launch.local import Launcher, judge
+from qa_lib.lab.launch.judge import judge
+from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.report import cli
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import progress_of
 from qa_lib.loaded import file_digests
 from qa_lib.model.build import save_model
 from qa_lib.model.hf_checkpoint import SUMS
 from qa_lib.records.archive import read_runs
 from qa_lib.records.schema import PROFILE_SCHEMA
-from qa_lib.run.plan import identify_data, identify_model, plan
+from qa_lib.run.identity import identify_data, identify_model
 from qa_lib.score.predict import load_qa_model
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import Checkpoint

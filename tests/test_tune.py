@@ -12,7 +12,8 @@ import torch
 from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
 from qa_lib.lab.launch import local as launch
-from qa_lib.lab.launch.process import SHARE, child_env
+from qa_lib.lab.launch.driver import SHARE
+from qa_lib.lab.launch.process import child_env
 from qa_lib.lab.search import tune
 from qa_lib.measure import hardware
 from qa_lib.records import record

@@ -13,9 +13,9 @@ from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.figures import fig_ladder
 from qa_lib.lab.report.notebook import describe
 from qa_lib.lab.report.readme import headline_table
+from qa_lib.lab.search.plan import plan
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import read_runs
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS, Preset
 from qa_lib.spec.recipes import RECIPES

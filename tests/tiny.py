@@ -25,12 +25,12 @@ from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
+from qa_lib.lab.search.plan import plan
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.model.packed import Packed
 from qa_lib.run.fit import train
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.spec import Spec

@@ -1,4 +1,4 @@
-"""Python processes that have PyTorch and the lab from the start: forked from one that has imported them.
+"""Python processes that have PyTorch and the lab from the start, forked from one that has them.
 
 A command imports for ten seconds of a busy core before it does anything.
 """
@@ -47,8 +47,10 @@ def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:
 
 
 def python(log: Path, *words: str, **environment: str):
-    """A process that is `python -m WORDS` from the repository's root, in a session of its own, with its output in a
-    file."""
+    """Start `python -m WORDS` from the repository's root, in a session of its own.
+
+    Its output goes to the file `log`.
+    """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     process = SERVER.Process(target=_become, args=([*map(str, words)], log, environment))
     process.start()
@@ -58,8 +60,10 @@ def python(log: Path, *words: str, **environment: str):
 def together(
     folder: Path, world: int, *words: str, limit_s: float = 240, **environment: str
 ) -> None:
-    """So many processes of `python -m WORDS` as torchrun starts them; if one fails all end, and what they said is the
-    error."""
+    """Run `world` processes of `python -m WORDS` as torchrun starts them, until they end.
+
+    If one fails all end, and what they said is the error.
+    """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "warm"}

@@ -18,11 +18,11 @@ from qa_lib.lab.report.evidence import REFERENCE, load_runs, select
 from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import factor, number, percent, points
 from qa_lib.lab.report.tables import terminal
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import notebook_command, sweep
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.records.files import write_atomically
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import tagged

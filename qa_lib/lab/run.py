@@ -3,9 +3,9 @@
 import argparse
 
 from qa_lib.lab.cli.options import overrides_of
+from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.compile_cache import use_compile_cache
-from qa_lib.run.fit import fit
-from qa_lib.run.plan import plan
+from qa_lib.lab.search.plan import plan
 
 
 def main(args: argparse.Namespace) -> int:

@@ -20,19 +20,15 @@ from tqdm import tqdm
 from qa_lib.errors import UserError, one_line, printable, wrapped
 from qa_lib.lab.cli.options import overrides_of, variants_of
 from qa_lib.lab.launch.compile_cache import use_compile_cache
-from qa_lib.lab.launch.local import (
-    Launcher,
-    SlurmLauncher,
-    probe,
-    probe_node,
-    run_in_turn,
-    say_idle,
-)
+from qa_lib.lab.launch.local import Launcher, say_idle
+from qa_lib.lab.launch.probe import probe
+from qa_lib.lab.launch.recommended import run_in_turn
+from qa_lib.lab.launch.slurm import SlurmLauncher, probe_node
+from qa_lib.lab.search.plan import plan
 from qa_lib.packages import check_runner
 from qa_lib.paths import ROOT
 from qa_lib.records import record
 from qa_lib.records.files import RecordError, regular
-from qa_lib.run.plan import plan
 from qa_lib.spec.presets import find_preset
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import FAMILIES, VARIANTS, find_variant

@@ -25,7 +25,13 @@ from qa_lib.model.architectures import (
     max_positions,
     param_counts,
 )
-from qa_lib.model.hf_checkpoint import find_folder, inspect_checkpoint, replacing
+from qa_lib.model.hf_checkpoint import (
+    ModelFolder,
+    find_folder,
+    inspect_checkpoint,
+    inspect_source,
+    replacing,
+)
 from qa_lib.model.load import as_user_error, load, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
@@ -47,8 +53,10 @@ DTYPES = {
 }
 
 
-def build_model(spec: Spec) -> torch.nn.Module:
+def build_model(spec: Spec, folder: ModelFolder | None = None) -> torch.nn.Module:
     """Return the spec's model on the CPU in fp32, seeded, ready to train; not compiled yet.
+
+    `folder` is the model's, where the caller has inspected it already.
 
     A folder with a config but no model.safetensors gives random weights where the preset measures
     no quality. Raises UserError where it does measure quality, for an architecture that is not
@@ -57,7 +65,7 @@ def build_model(spec: Spec) -> torch.nn.Module:
     for why in task_conflicts(spec.settings, spec.preset.task):
         raise UserError(f"{spec.variant}: {why}")
     torch.manual_seed(spec.seed)
-    model = _pretrained(spec)
+    model = _pretrained(spec, folder or inspect_source(spec.model_source))
     is_decoder = encoder_of(model).causal
     if is_decoder or spec.settings.activation_checkpointing is True:
         # The cache is for generating; with checkpointing it breaks the compiler's graph.
@@ -123,6 +131,7 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
         return BertConfig(vocab_size=len(vocabulary()), **TINY_CONFIG)
     shape = find_shape(source)
     if shape is None:
+        inspect_source(source)
         return read_config(source, task)
     # Whole tiles in the GEMM that is as wide as the vocabulary, a third of a small model's
     # arithmetic.
@@ -138,12 +147,15 @@ def model_config(source: str, task: str = "qa") -> PreTrainedConfig:
     )
 
 
-def _pretrained(spec: Spec) -> torch.nn.Module:
-    """Return the spec's model as transformers builds it: from a folder's weights, or random."""
+def _pretrained(spec: Spec, folder: ModelFolder | None) -> torch.nn.Module:
+    """Return the spec's model as transformers builds it: from a folder's weights, or random.
+
+    `folder` is None for what is no folder yet: "tiny", a shape, a name of the hub.
+    """
     source = spec.model_source
     task = spec.preset.task
     head = HEADS[task]
-    config = model_config(source, task)
+    config = read_config(source, task) if folder else model_config(source, task)
     # Checked here and not only when the run is planned: the model may not have been here then.
     why = lacking(spec.settings, config.model_type)
     if why:
@@ -151,13 +163,12 @@ def _pretrained(spec: Spec) -> torch.nn.Module:
     implementation = _attention_of(spec)
     spec.preset.check_length(source, max_positions(config))
     if source != "tiny" and not find_shape(source):
-        folder = find_folder(source)
-        _, weights = inspect_checkpoint(folder)
-        if weights:
+        folder = folder or inspect_checkpoint(find_folder(source))
+        if folder.weights:
             return load(folder, head, implementation, new_head=True, task=task, dtype=torch.float32)
         if spec.preset.quality:
             raise UserError(
-                f"{folder}: no model.safetensors, which {spec.preset.name} needs; "
+                f"{folder.path}: no model.safetensors, which {spec.preset.name} needs; "
                 "save_pretrained makes it"
             )
     with as_user_error(source):

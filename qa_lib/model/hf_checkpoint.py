@@ -5,21 +5,24 @@ ask for code from the hub, for kernels or for a million layers. Training and ans
 take a folder through this one door. Its weights are safetensors within the folder, of the names and
 sizes that its config says; a folder that this lab has kept holds the digests of its files as well
 (SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are found.
-`checkpoint_files` lists what decides a model and its tokens, which is what identifies it.
+`ModelFolder.files` lists what decides a model and its tokens, which is what identifies it.
 
-Looking needs no torch; loading (model/load.py) does.
+Looking needs no torch; loading (model/load.py) does. A folder is looked at once, by
+`inspect_checkpoint`, and the ModelFolder that this returns is handed on to whatever reads it.
 """
 
 import contextlib
 import re
 import tempfile
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 from qa_lib.data.squad import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
 from qa_lib.records.files import writable_folder
+from qa_lib.spec.shapes import find_shape
 
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
@@ -41,9 +44,16 @@ READ = (
 
 # What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
 VOCABULARIES = (
-    "special_tokens_map.json added_tokens.json vocab.txt vocab.json merges.txt spiece.model tokenizer.model "
-    "sentencepiece.bpe.model chat_template.jinja"
-).split()
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "spiece.model",
+    "tokenizer.model",
+    "sentencepiece.bpe.model",
+    "chat_template.jinja",
+)
 SAVED = (
     "config.json",
     "generation_config.json",
@@ -53,6 +63,24 @@ SAVED = (
     INDEX,
     SUMS,
 )  # with the weights, the names of all that save_pretrained writes, and the digests
+
+
+@dataclass(frozen=True)
+class ModelFolder:
+    """A model's folder that `inspect_checkpoint` has looked at."""
+
+    path: Path
+    # The content of config.json.
+    config: dict
+    # The paths of its safetensors; none where it has a config alone.
+    weights: list[Path]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that decide the model and its tokens: what READ names, and the weights."""
+        patterns = (*READ, INDEX)
+        named = {file for pattern in patterns for file in self.path.glob(pattern) if file.is_file()}
+        return sorted({*named, *self.weights})
 
 
 def find_folder(name: str | Path) -> Path:
@@ -82,8 +110,18 @@ def find_folder(name: str | Path) -> Path:
     return Path(snapshot)
 
 
-def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
-    """Return the folder's config, and the paths of its safetensors: none where it has no weights.
+def inspect_source(source: str) -> ModelFolder | None:
+    """Inspect a model's folder; return None for "tiny", a shape and a name of the hub.
+
+    Raises UserError as `inspect_checkpoint` does.
+    """
+    if source == "tiny" or find_shape(source) or not Path(source).is_dir():
+        return None
+    return inspect_checkpoint(Path(source))
+
+
+def inspect_checkpoint(folder: Path) -> ModelFolder:
+    """Return what is in a model's folder, which may be read.
 
     Raises UserError for a folder that has no config, is not what SHA256SUMS says, or asks for
     pickles, code or other folders' files.
@@ -108,15 +146,9 @@ def inspect_checkpoint(folder: Path) -> tuple[dict, list[Path]]:
             f"{folder}: adapter_config.json; merge the adapter into the weights, "
             "and save those alone"
         )
-    weights = _weights(folder)
-    _check_digests(folder, checkpoint_files(folder, weights))
-    return config, weights
-
-
-def checkpoint_files(folder: Path, weights: list[Path]) -> list[Path]:
-    """Return the files that decide a model and its tokens: what READ names, and its weights."""
-    files = {path for pattern in (*READ, INDEX) for path in folder.glob(pattern) if path.is_file()}
-    return sorted({*files, *weights})
+    found = ModelFolder(folder, config, _weights(folder))
+    _check_digests(folder, found.files)
+    return found
 
 
 def _weights(folder: Path) -> list[Path]:

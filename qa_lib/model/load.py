@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from qa_lib.errors import UserError, first_line
 from qa_lib.model.architectures import encoder_of, find_encoder
-from qa_lib.model.hf_checkpoint import QUANTIZED, inspect_checkpoint
+from qa_lib.model.hf_checkpoint import QUANTIZED, ModelFolder
 from qa_lib.model.qat import fill_quantized, quantize
 
 log = logging.getLogger(__name__)
@@ -53,13 +53,11 @@ def as_user_error(source: str | Path) -> Iterator[None]:
 
 
 def read_config(source: str | Path, task: str = "qa"):
-    """Return the configuration of a model's folder, or of a model of the hub.
+    """Return the configuration of a model's folder that was inspected, or of a model of the hub.
 
     Raises UserError for one that transformers cannot read, of an architecture that is not known for
     the task, or that asks for what is not built.
     """
-    if Path(source).is_dir():
-        inspect_checkpoint(Path(source))
     with as_user_error(source):
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
         encoder = find_encoder(config.model_type, str(source), task)
@@ -83,9 +81,14 @@ def read_config(source: str | Path, task: str = "qa"):
 
 
 def load(
-    folder: Path, head: type, attention: str, new_head: bool = False, task: str = "qa", **options
+    found: ModelFolder,
+    head: type,
+    attention: str,
+    new_head: bool = False,
+    task: str = "qa",
+    **options,
 ):
-    """Return the model of a folder that has weights.
+    """Return the model of a folder that was inspected and has weights.
 
     `head` is a class of transformers like AutoModelForQuestionAnswering. `attention` is for the
     caller to say: a config may name one that transformers would download. `new_head` allows weights
@@ -93,16 +96,16 @@ def load(
     weights (model/qat.py) come back as they were saved, and cannot be trained. Raises UserError
     where config and weights do not belong together.
     """
-    config_json, files = inspect_checkpoint(folder)
-    is_quantized = files == [folder / QUANTIZED]
+    folder = found.path
+    is_quantized = found.weights == [folder / QUANTIZED]
     if is_quantized and new_head:
         raise UserError(f"{folder}: its weights are quantized, and train no more")
     config = read_config(folder, task)
     with as_user_error(folder), one_at_a_time:
-        _check_sizes(folder, config, head, files)
+        _check_sizes(folder, config, head, found.weights)
         if is_quantized:
             model = head.from_config(config, attn_implementation=attention)
-            quantize(model, config_json.get("quantized"))
+            quantize(model, found.config.get("quantized"))
             fill_quantized(model, folder)
             return model
         model, loading = head.from_pretrained(

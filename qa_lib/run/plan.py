@@ -1,22 +1,20 @@
-"""From names to specs: which data and model a preset means here, and what identifies them."""
+"""From names to specs: variants x seeds at a preset, on the data and the model that are meant.
 
-import codecs
-import contextlib
+A Request is what was asked for, checked as far as that goes without files and the hub. `plan`
+resolves it to specs, looks at data and model, and puts their identity into each.
+"""
+
 import dataclasses
-import hashlib
 import inspect
 import itertools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
-from qa_lib.calls import check_names, checked, expect, expect_folder, shown
-from qa_lib.data.squad import DataError, hash_files, open_source, read_json
-from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
-from qa_lib.data.text import open_text
+from qa_lib.calls import expect, shown
 from qa_lib.errors import SpecError, UserError
 from qa_lib.model.architectures import find_encoder, positions_in
-from qa_lib.model.hf_checkpoint import checkpoint_files, inspect_checkpoint
+from qa_lib.run.identity import go_offline_without_network, identify_data, inspect_model
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import (
     QUICKEST,
@@ -29,163 +27,210 @@ from qa_lib.spec.presets import (
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.rules import lacking, unshared
 from qa_lib.spec.settings import Settings
-from qa_lib.spec.shapes import find_shape
-from qa_lib.spec.spec import Spec, sha256_of_json
+from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import find_variant
 
-SOURCES = {"qa": open_source, "lm": open_text}  # task -> what opens its data
-ANSWER_S = 5  # seconds in which the hub has to answer
 Several = int | Sequence[int] | None  # a size, or several
-OF_OWN = [*inspect.signature(sized).parameters][1:]  # what `own` of plan may hold, beside stages
+# What `own` of a request may hold: what `sized` takes beside the preset, and a pipeline's stages.
+OWN_NAMES = [*[*inspect.signature(sized).parameters][1:], "stages"]
 
 
-@checked
-def plan(
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What is to be planned; `make_request` makes one of what somebody has typed."""
+
+    # Names; `recommended` may be among them.
+    variants: list[str]
+    # A name.
+    preset: str
+    seeds: list[int]
+    # Each a path, or a name of the hub.
+    data: str
+    model: str
+    # The machine that is to train.
+    machine: Machine
+    # Every variant has a spec for each of these: {max_length, batch, micro_batch, world}, with None
+    # for the preset's, the variant's or the usual size.
+    sizes: list[dict[str, int | None]]
+    # What else of its preset a run has otherwise, by OWN_NAMES.
+    own: dict
+    # Whether sizes that do not go together are left out, as long as their variant has others.
+    leave_out: bool
+
+
+@dataclasses.dataclass
+class Plan:
+    """The specs of a request, in the order in which they are run."""
+
+    specs: list[Spec]
+    # A sentence for each spec that was left out.
+    left_out: list[str]
+
+
+# (specs, their machine, whether the model's config is known) -> the specs with what was left to the
+# machine, which their `chosen` names.
+Choose = Callable[[list[Spec], Machine, bool], list[Spec]]
+
+
+def make_request(
     variants: Sequence[str],
-    preset: str | None = None,
-    seeds: Sequence[int] = (0,),
-    data: str | os.PathLike | None = None,
-    model: str | os.PathLike | None = None,
-    micro_batch: Several = None,
-    machine: Machine | None = None,
-    world: Several = None,
-    max_length: Several = None,
-    batch: Several = None,
-    left_out: list[str] | None = None,
-    runs: str | os.PathLike = "runs",
-    **own,
-) -> list[Spec]:
-    """The specs of variants x seeds at a preset: all variants with the first seed come first, each once. For instance
-    plan(["A1", "E-uncompiled"], "local", [0, 1], data="squad/", model="my-bert/", epochs=2).
+    preset: str | None,
+    seeds: Sequence[int],
+    data: object,
+    model: object,
+    machine: Machine | None,
+    sizes: dict[str, Several],
+    own: dict,
+    leave_out: bool = False,
+) -> Request:
+    """Return the request for variants x seeds x every combination of the sizes, each named once.
 
-    `data` and `model` (paths, or hub names) replace the preset's own, unless they are empty; where both are given,
-    `preset` may be left out and is `local`. `machine` is this one unless given. Sizes and what `own` may hold are
-    arguments of `resolve`. A list in place of a size gives every variant a spec for each, and several lists their
-    product.
-
-    What is left to the machine is chosen by lab/search/recommend.py, by the records below `runs` too, and said in the first
-    line of a spec's `adjusted`: `recommended` becomes the variant, and without `micro_batch` the size, that suits it.
-    At the presets for one's own training (presets.QUICKEST) all other variants get, without `micro_batch`, the quickest
-    size that fits all of them, which divides the `batch`.
-
-    Raises SpecError for a name or number that cannot be, before files and the hub are asked, or a length that the model
-    does not take, and UserError for what is not to be had. Where `left_out` is given, it gets a sentence for sizes that
-    do not go together, as long as their variant has others.
+    Without data or model it has the preset's own; where both are given, the preset may be left out.
+    Without a machine it is for this one. Raises SpecError for a name or number that cannot be, and
+    UserError for data or a model that neither the caller nor the preset names.
     """
-    check_names("plan", own, [*inspect.signature(plan).parameters, *OF_OWN, "stages"])
-    expect_folder("runs", runs)
-    expect(
-        "machine",
-        machine,
-        Machine | None,
-        "give a qa_lib.spec.machine.Machine, or None for this one",
-    )
-    expect("left_out", left_out, list | None, "give a list, to which sentences are added")
     preset = named_or_own(preset, data, model)
-    size = find_preset(preset)
-    variants = _list("variants", variants)
-    for variant in variants:
-        find_variant(variant, size.task)
-    seeds = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _list("seeds", seeds)]
-    data, model = _sources(size, data, model)
+    task = find_preset(preset).task
+    names = _as_list("variants", variants)
+    for name in names:
+        find_variant(name, task)
+    numbers = [whole_number("seed", seed, 0, 2**63 - 1) for seed in _as_list("seeds", seeds)]
+    data, model = _sources(find_preset(preset), data, model)
     if machine is None:
-        from qa_lib.measure.hardware import (
-            this_machine,
-        )  # imports torch, which a driver does without
+        # This imports torch, which a driver that names its machine does without.
+        from qa_lib.measure.hardware import this_machine
 
         machine = this_machine()
+    return Request(
+        variants=list(dict.fromkeys(names)),
+        preset=preset,
+        seeds=list(dict.fromkeys(numbers)),
+        data=data,
+        model=model,
+        machine=machine,
+        sizes=_combinations(sizes),
+        own=own,
+        leave_out=leave_out,
+    )
 
-    sizes = _product(max_length=max_length, batch=batch, micro_batch=micro_batch, world=world)
-    specs, faults = [], {}
-    for seed, one, variant in itertools.product(
-        dict.fromkeys(seeds), sizes, dict.fromkeys(variants)
-    ):
+
+def plan(request: Request, choose: Choose | None = None) -> Plan:
+    """Return the specs of a request; all variants with the first seed come first.
+
+    Without `choose`, `recommended` stays the task's baseline and a micro-batch the variant's own.
+    Raises SpecError, before files and the hub are asked, for sizes that do not go together and are
+    not to be left out, and later for a length that the model does not take; UserError for data and
+    a model that are not to be had.
+    """
+    planned = _resolve_all(request)
+    go_offline_without_network(request.data, request.model)
+    model, config = inspect_model(request.model)
+    preset = find_preset(request.preset)
+    data = identify_data(request.data, preset.quality, preset.task)
+    kind = config.get("model_type", "")
+    if kind != "":
+        find_encoder(kind, request.model, preset.task)
+    most_positions = positions_in(config)
+    if most_positions is not None:
+        for spec in planned.specs:
+            spec.preset.check_length(request.model, most_positions)
+    shape = {
+        "layers": _whole_or_zero(config.get("num_hidden_layers")),
+        "heads": _whole_or_zero(config.get("num_attention_heads")),
+    }
+    specs = []
+    for spec in planned.specs:
+        skip = spec.skip or lacking(spec.settings, kind) or unshared(spec, shape)
+        specs.append(dataclasses.replace(spec, data=data, model=model, skip=skip))
+    if choose and any(spec.chosen for spec in specs):
+        specs = choose(specs, request.machine, bool(config))
+    return Plan(specs, planned.left_out)
+
+
+def _whole_or_zero(size: object) -> int:
+    """Return a size of a model's config; 0, which everything divides, where it is no whole number.
+
+    Loading the model tells that then.
+    """
+    return size if type(size) is int else 0
+
+
+def _resolve_all(request: Request) -> Plan:
+    """Return the specs of a request without the identity of data and model.
+
+    Raises SpecError for sizes that do not go together, unless they are to be left out and their
+    variant has others.
+    """
+    specs = []
+    problems = {}  # a sentence -> its variant, and the error
+    for seed, sizes, variant in itertools.product(request.seeds, request.sizes, request.variants):
         try:
-            specs.append(_resolved(variant, preset, seed, machine, data, model, own | one))
+            specs.append(_resolved(request, variant, seed, request.own | sizes))
         except SpecError as problem:
-            faults[f"{variant}: {problem}"] = variant, problem
+            problems[f"{variant}: {problem}"] = variant, problem
     planned = {"recommended" if spec.recommended else spec.variant for spec in specs}
-    for said, (variant, problem) in faults.items():
-        if left_out is None or variant not in planned:
+    for variant, problem in problems.values():
+        if not request.leave_out or variant not in planned:
             raise problem
-        left_out.append(said)
-    go_offline_without_network(data, model)
-    identity, config = _inspect_model(model)
-    found = {"model": identity, "data": identify_data(data, size.quality, size.task)}
-    if (kind := config.get("model_type", "")) != "":
-        find_encoder(kind, model, size.task)
-    if (most := positions_in(config)) is not None:
-        for spec in specs:
-            spec.preset.check_length(model, most)
-    # 0, which everything divides, where it does not say, or not by a number: then loading it says so.
-    sizes = {"layers": config.get("num_hidden_layers"), "heads": config.get("num_attention_heads")}
-    shape = {name: size if type(size) is int else 0 for name, size in sizes.items()}
-    planned = []
-    for spec in specs:
-        settings = spec.settings
-        skip = spec.skip or lacking(settings, kind)
-        skip = skip or unshared(settings, world=spec.world, stages=spec.stages, **shape)
-        planned.append(dataclasses.replace(spec, **found, skip=skip))
-    return _chosen(planned, machine, runs, bool(config))
+    return Plan(specs, list(problems))
 
 
-def _resolved(
-    variant: str, preset: str, seed: int, machine: Machine, data: str, model: str, own: dict
-) -> Spec:
-    """A spec by `resolve`, whose `chosen` has "micro_batch" where that is left to the machine. Until it is chosen, the
-    spec has the variant's own, or the largest below that divides the work of a step. Raises SpecError."""
-    is_open = not own.get("micro_batch") and (variant == "recommended" or preset in QUICKEST)
-    sizes = [own.get("micro_batch")]
+def _resolved(request: Request, variant: str, seed: int, own: dict) -> Spec:
+    """Return the spec of a variant, with "micro_batch" among its `chosen` where that is left open.
+
+    Until it is chosen, the spec has the variant's own, or the largest below that divides the work
+    of a step. Raises SpecError.
+    """
+    has_open_size = variant == "recommended" or request.preset in QUICKEST
+    is_open = has_open_size and not own.get("micro_batch")
+    tried = [own.get("micro_batch")]
     if is_open:
-        sizes += range(Settings().micro_batch - 1, 0, -1)
-    problems = []
-    for size in sizes:
-        words = own | {"micro_batch": size}
+        tried += range(Settings().micro_batch - 1, 0, -1)
+    first_problem = None
+    for micro_batch in tried:
         try:
-            spec = resolve(variant, preset, seed, machine, {}, {}, data, model, **words)
+            spec = resolve(
+                variant,
+                preset=request.preset,
+                seed=seed,
+                machine=request.machine,
+                data={},
+                model={},
+                data_source=request.data,
+                model_source=request.model,
+                **own | {"micro_batch": micro_batch},
+            )
         except SpecError as problem:
-            problems.append(problem)
+            first_problem = first_problem or problem
             continue
-        return dataclasses.replace(
-            spec, chosen=[*spec.chosen[:1], "micro_batch"] if is_open else spec.chosen
-        )
-    raise problems[0]
+        if is_open:
+            return dataclasses.replace(spec, chosen=[*spec.chosen[:1], "micro_batch"])
+        return spec
+    raise first_problem
 
 
-def _chosen(
-    specs: list[Spec], machine: Machine, runs: str | os.PathLike, has_config: bool
-) -> list[Spec]:
-    """The specs with what was left to the machine, each run once. Where a choice is a run that was named as well, it
-    stays a choice: another takes its place if it fails."""
-    if not any(spec.chosen for spec in specs):
-        return specs
-    from qa_lib.lab.search.recommend import choose, with_quickest_size  # imports torch, too
-
-    specs = [choose(spec, machine, runs) if spec.recommended else spec for spec in specs]
-    specs = with_quickest_size(specs, machine, runs, has_config)
-    found = {}
-    for spec in specs:
-        if spec.recommended or spec.run_path not in found:
-            found[spec.run_path] = spec
-    return list(found.values())
+# What a caller gives, as a Request has it.
 
 
-def _list(name: str, values: object) -> list:
-    if (
-        isinstance(values, str | bytes)
-        or not isinstance(values, Iterable)
-        or not (found := list(values))
-    ):
-        hint = (
-            f": write {name}=[{values!r}]" if isinstance(values, str | int) and values != "" else ""
-        )
+def _as_list(name: str, values: object) -> list:
+    """Return values as a list. Raises SpecError for what is no list of at least one."""
+    listed = []
+    if isinstance(values, Iterable) and not isinstance(values, str | bytes):
+        listed = list(values)
+    if not listed:
+        hint = ""
+        if isinstance(values, str | int) and values != "":
+            hint = f": write {name}=[{values!r}]"
         raise SpecError(f"{name} is {shown(values)}, and not a list of at least one{hint}")
-    return found
+    return listed
 
 
 def _sources(preset: Preset, data: object, model: object) -> tuple[str, str]:
-    """Data and model as texts, each a path or name; without one, the preset's own. Raises SpecError, and UserError for
-    all that the preset has none of its own for."""
+    """Return data and model as texts, each a path or name; without one, the preset's own.
+
+    Raises SpecError for what can be neither, and UserError for all that the preset has none of its
+    own for.
+    """
     given = {"data": data, "model": model}
     for name, value in given.items():
         if value is None or (isinstance(value, str) and not value):
@@ -212,148 +257,10 @@ def _as_text(name: str, value: object) -> str:
     return text
 
 
-def _product(**sizes: Several) -> list[dict]:
-    """Every combination of some sizes, each by its name. Raises SpecError."""
+def _combinations(sizes: dict[str, Several]) -> list[dict[str, int | None]]:
+    """Return every combination of some sizes, each by its name. Raises SpecError."""
     lists = []
     for name, size in sizes.items():
-        several = isinstance(size, Sequence) and not isinstance(size, str | bytes)
-        lists.append(dict.fromkeys(_list(name, size)) if several else [size])
+        is_list = isinstance(size, Sequence) and not isinstance(size, str | bytes)
+        lists.append(dict.fromkeys(_as_list(name, size)) if is_list else [size])
     return [dict(zip(sizes, values, strict=True)) for values in itertools.product(*lists)]
-
-
-def go_offline_without_network(*sources: str) -> None:
-    """Where one of the sources is a name of the hub and the hub does not answer, let its library look into its cache
-    alone, here and in the processes started from here: it would ask again for half a minute."""
-    if all(
-        source.startswith(("tiny", "synthetic:", "gpt2:")) or Path(source).exists()
-        for source in sources
-    ):
-        return
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return
-    try:
-        get_session().head(constants.ENDPOINT, timeout=ANSWER_S)
-    except Exception:  # of whichever library it uses
-        constants.HF_HUB_OFFLINE, os.environ["HF_HUB_OFFLINE"] = True, "1"
-
-
-def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
-    """{name, sha256} of the questions, or text, that a run uses; the name is never a machine's path. Raises DataError
-    for data that cannot be read or are empty, and UserError where training and validation are the same file, and for a
-    file of a kind that nothing here reads."""
-    if task == "qa" and os.path.isfile(source):
-        _check_kind(Path(source))
-    sources = [
-        SOURCES[task](source, split)
-        for split in (["train", "validation"] if with_validation else ["train"])
-    ]
-    for one in sources:
-        if os.path.isfile(one.name) and not os.path.getsize(one.name):
-            raise DataError(f"{one.name}: an empty {'file' if task == 'qa' else 'text'}")
-    hashes = [one.sha256 for one in sources]
-    if len(hashes) > len(set(hashes)):
-        if task == "qa":
-            _ = sources[0].examples  # that the file has no questions, or is no JSON, is told first
-        raise UserError(
-            f"{source}: would be trained on and scored by the same {'questions' if task == 'qa' else 'text'}; "
-            "--data takes a folder with train.json and validation.json, or .txt"
-        )
-    return {"name": without_folders(source), "sha256": _joined(hashes)}
-
-
-def _check_kind(path: Path) -> None:
-    """Raises UserError for a file of questions that is no JSON, by its ending and its first character."""
-    with path.open("rb") as stream:
-        begin = stream.read(1000).removeprefix(codecs.BOM_UTF8).strip()
-    kind = path.suffix.lower()
-    if kind != ".json" and begin and (kind == ".jsonl" or begin[:1] not in b"{["):
-        named = f"a {kind} file" if kind else "no JSON file"
-        raise UserError(
-            f"{path}: {named}, and --data takes SQuAD's format: a folder with train.json and "
-            "validation.json (docs/own-model.md)"
-        )
-
-
-def _joined(hashes: list[str]) -> str:
-    """One hash for those of a run's sources."""
-    return hashlib.sha256("".join(hashes).encode()).hexdigest()
-
-
-def check_planned(spec: Spec, hashes: list[str]) -> None:
-    """Hold what was loaded against what a spec was planned with: the hashes of its sources, and the model's files, read
-    again. Raises UserError."""
-    if not spec.preset.quality and _joined(hashes) != spec.data.get("sha256"):
-        with contextlib.suppress(DataError):  # it may have been planned to be scored
-            hashes = [*hashes, SOURCES[spec.preset.task](spec.data_source, "validation").sha256]
-    changed = {
-        spec.data_source: _joined(hashes) != spec.data.get("sha256"),
-        spec.model_source: identify_model(spec.model_source) != spec.model,
-    }
-    for source in (name for name, is_other in changed.items() if is_other):
-        files = [path for path in [Path(source), *Path(source).rglob("*")] if path.is_file()]
-        last = max(files, key=lambda path: path.stat().st_mtime_ns, default=Path(source)).name
-        raise UserError(
-            f"{source} is not what the run was planned with (its file that was written last: {last}); "
-            "give the command again"
-        )
-
-
-def without_folders(source: str) -> str:
-    """How a record names data or text: a file or folder by the last part of its path, all else as it is."""
-    return Path(os.path.abspath(source)).name if Path(source).exists() else source
-
-
-def identify_model(source: str) -> dict:
-    """{name, revision}: a folder's files by content, the tiny model and shapes by definition, a hub's name as it is."""
-    return _inspect_model(source)[0]
-
-
-def _inspect_model(source: str) -> tuple[dict, dict]:
-    """A model's identity, and what its config.json says; nothing for a model of the hub that cannot be had now."""
-    if source == "tiny":
-        revision, config = (
-            sha256_of_json([TINY_CONFIG, vocabulary()]),
-            {"model_type": "bert", **TINY_CONFIG},
-        )
-    elif shape := find_shape(source):
-        revision, heads = sha256_of_json(dataclasses.asdict(shape)), shape.heads
-        config = {
-            "model_type": "gpt2",
-            "num_hidden_layers": shape.layers,
-            "num_attention_heads": heads,
-        }
-    elif Path(source).is_dir():
-        config, weights = inspect_checkpoint(Path(source))
-        revision = hash_files(checkpoint_files(Path(source), weights))
-    else:
-        return _inspect_hub(source)
-    return {"name": without_folders(source), "revision": revision[:12]}, config
-
-
-def _inspect_hub(source: str) -> tuple[dict, dict]:
-    """The same of a model of the hub. Its revision is the commit that is loaded now, "main" where neither the hub nor
-    its cache can say."""
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    if (
-        source.startswith((".", "/", "~"))
-        or source.endswith("/")
-        or source.count("/") > 1
-        or os.path.isdir(os.path.dirname(source))
-    ):
-        raise UserError(f"model folder {source} does not exist")
-    try:
-        validate_repo_id(source)
-    except HFValidationError as error:
-        raise UserError(
-            f"model {source!r} is neither a folder nor a name of the hub: {error}"
-        ) from None
-    try:
-        snapshot = Path(snapshot_download(source, allow_patterns=["config.json"]))
-    except Exception:  # of the hub, the network or the disk
-        return {"name": source, "revision": "main"}, {}
-    config = snapshot / "config.json"
-    return {"name": source, "revision": snapshot.name}, read_json(config) if config.exists() else {}

@@ -109,17 +109,17 @@ def load_qa_model(folder: str | Path) -> tuple:
     from transformers import AutoModelForQuestionAnswering
 
     folder = Path(folder)
-    config, weights = inspect_checkpoint(folder)
-    if "ForQuestionAnswering" not in (kinds := str(config.get("architectures"))):
+    found = inspect_checkpoint(folder)
+    if "ForQuestionAnswering" not in (kinds := str(found.config.get("architectures"))):
         raise UserError(f"{folder}: not a question-answering model (architectures: {kinds[:80]})")
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
-    if not weights:
+    if not found.weights:
         raise UserError(
             f"{folder}: no weights in safetensors; a pickle could run any code when loaded"
         )
     tokenizer = build_tokenizer(folder)
-    model = load(folder, AutoModelForQuestionAnswering, "sdpa")
+    model = load(found, AutoModelForQuestionAnswering, "sdpa")
     check_tokenizer(folder, tokenizer, model)
     return model.eval(), tokenizer
 

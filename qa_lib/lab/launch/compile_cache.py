@@ -1,4 +1,4 @@
-"""The folder of --compile-cache: what compilers leave there serves later runs, which load it and run it."""
+"""The folder of --compile-cache: what compilers leave there, later runs load and run."""
 
 import os
 import shlex
@@ -11,11 +11,11 @@ PARTS = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def use_compile_cache(folder: Path | None) -> None:
-    """Have this process, and those that it starts, keep what they compile in a folder, and take from there what fits:
-    compilers know by themselves for which GPU, version and code it was made.
+    """Let this process, and those that it starts, keep what they compile in a folder, and reuse it.
 
-    From then on nothing that this process and those write is for others to write. Raises UserError for a folder that
-    somebody else could have written to, and for one whose name does not print.
+    Compilers know by themselves for which GPU, version and code it was made. From then on nothing
+    that these processes write is for others to write. Raises UserError for a folder that somebody
+    else could have written to, and for one whose name does not print.
     """
     if folder is None:
         return

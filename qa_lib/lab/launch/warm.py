@@ -1,13 +1,12 @@
-"""Processes that begin with PyTorch and the library imported: forked from a server that has imported them once.
+"""Processes that begin with PyTorch and the library imported: forked from a server that has them.
 
-Imports take longer than a small training. A notebook's kernel is forked as well, so that neither papermill nor the run
-in the kernel waits for them. Each run still has processes of its own, forked before anything asks CUDA: it sees its
-cards for the first time, and what it leaves behind dies with it. Where the imports have touched CUDA all the same, the
-process begins anew, cold.
+Imports take longer than a small training. A notebook's kernel is forked as well, so that neither
+papermill nor the run in the kernel waits for them. Each run still has processes of its own, forked
+before anything asks CUDA: it sees its cards for the first time, and what it leaves behind dies with
+it. Where the imports have touched CUDA all the same, the process begins anew, cold.
 """
 
 import contextlib
-import importlib
 import multiprocessing
 import os
 import runpy
@@ -15,23 +14,27 @@ import sys
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from qa_lib.lab.launch.process import START, WARM
+from qa_lib.lab.launch.driver import START, WARM
 
 COLD = "cold, since what is imported touches the GPU"
 SERVER = multiprocessing.get_context("forkserver")
-PRELOAD = "qa_lib.lab.launch.preload"  # of the server's processes alone
-SERVER.set_forkserver_preload([PRELOAD])
+# What the server imports; no other process does.
+SERVER.set_forkserver_preload(["qa_lib.lab.launch.preload"])
+# Modules that are run with -m, and then start a notebook's kernel.
+STARTING_KERNELS = ("papermill", "qa_lib")
 
 
 class Forked:
-    """A multiprocessing process as subprocess.Popen has it, which the launcher and jupyter_client know."""
+    """A multiprocessing process with what launcher and jupyter_client use of subprocess.Popen."""
 
     stdin = stdout = stderr = None
 
     def __init__(self, process: multiprocessing.process.BaseProcess):
         process.start()
-        self._process, self.pid = process, process.pid
-        self.terminate, self.kill = process.terminate, process.kill
+        self._process = process
+        self.pid = process.pid
+        self.terminate = process.terminate
+        self.kill = process.kill
 
     def poll(self) -> int | None:
         return self._process.exitcode
@@ -47,12 +50,13 @@ class Forked:
 
 
 def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
-    """A warm process that is `command`, which is of a Python with -m, in `env`; its output goes to the file `log`.
+    """Start a warm process that is `command`, a Python with -m, in `env`, and return it.
 
-    The server is started with the first one, and ends with the process that calls this."""
-    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = (
-        "1"  # else torch.cuda.is_available() initializes CUDA
-    )
+    Its output goes to the file `log`. The server is started with the first process, and ends with
+    the one that calls this.
+    """
+    # Else torch.cuda.is_available() initializes CUDA.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     return Forked(SERVER.Process(target=_become, args=(command, env, str(log), os.getcwd())))
 
 
@@ -61,16 +65,20 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
     stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    if importlib.import_module(PRELOAD).TOUCHED:
+    from qa_lib.lab.launch import preload  # the server has it already
+
+    if preload.TOUCHED:
         os.chdir(folder)
         os.execve(command[0], command, env | {START: COLD})
     _take_on(env | {START: WARM}, folder)
-    if command[2] in ("papermill", "qa_lib"):
+    module, *words = command[2:]
+    if module in STARTING_KERNELS:
         _fork_kernel()
-    _run_module(command[2:])
+    _run_module([module, *words])
 
 
 def _take_on(env: dict[str, str], folder: str) -> None:
+    """Take on an environment and a current folder."""
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)
@@ -83,15 +91,15 @@ def _run_module(words: list[str]) -> None:
 
 
 def _fork_kernel() -> None:
-    """Fork what will be the notebook's kernel, before papermill has threads, and let it wait for its command."""
+    """Fork what will be the notebook's kernel, and let papermill take it for the one it starts.
+
+    It is forked before papermill has threads, and waits for its command.
+    """
     from jupyter_client.provisioning import local_provisioner
 
     ours, theirs = multiprocessing.Pipe()
-    kernel = Forked(
-        multiprocessing.get_context("fork").Process(
-            target=_be_kernel, args=(ours, theirs), daemon=True
-        )
-    )
+    forking = multiprocessing.get_context("fork")
+    kernel = Forked(forking.Process(target=_be_kernel, args=(ours, theirs), daemon=True))
     theirs.close()
 
     def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 
 from qa_lib.errors import UserError
 from qa_lib.lab.cli.options import variants_of
-from qa_lib.lab.launch.local import Launcher, probe
+from qa_lib.lab.launch.local import Launcher
+from qa_lib.lab.launch.probe import probe
+from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import with_result
-from qa_lib.run.plan import plan
 from qa_lib.spec.machine import AMPERE, Machine
 from qa_lib.spec.spec import Spec
 

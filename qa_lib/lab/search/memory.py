@@ -6,8 +6,8 @@ import pandas as pd
 
 from qa_lib.lab.cli.options import variants_of
 from qa_lib.lab.search.memory_estimate import estimate, gpu_of, unpredicted
+from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.squad_lengths import SquadLengths
-from qa_lib.run.plan import plan
 from qa_lib.spec.presets import find_preset
 from qa_lib.spec.spec import Spec
 

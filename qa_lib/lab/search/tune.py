@@ -14,9 +14,10 @@ import pandas as pd
 
 from qa_lib.errors import UserError, one_line, wrapped
 from qa_lib.lab.cli.options import variants_of
-from qa_lib.lab.launch.local import Launcher, probe, say_idle
+from qa_lib.lab.launch.local import Launcher, say_idle
+from qa_lib.lab.launch.probe import probe
+from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import FINISHED, SCORING
-from qa_lib.run.plan import plan
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.tasks import TASKS
 

@@ -26,7 +26,8 @@ import pandas as pd
 import torch
 
 from qa_lib.errors import UserError, wrapped
-from qa_lib.lab.launch.process import call, child_env
+from qa_lib.lab.launch.process import Work, child_command, child_env
+from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware, trace
 from qa_lib.measure.meter import MIB, Hooks, Meter, memory_use
 from qa_lib.model.architectures import encoder_of
@@ -34,8 +35,8 @@ from qa_lib.model.build import DTYPES
 from qa_lib.records import record
 from qa_lib.records.files import check_folder, write_atomically
 from qa_lib.records.schema import PROFILE_SCHEMA
-from qa_lib.run.fit import LOADERS, prepare, shares_gpu, train
-from qa_lib.run.plan import plan
+from qa_lib.run.fit import prepare, train
+from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.spec.spec import Spec
 
 # Numbers of steps.
@@ -164,7 +165,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     there.
     """
     device = hardware.train_device()
-    with hardware.gpu_lock(device, shares_gpu(device)):
+    with hardware.gpu_lock(device, surroundings().shares(device)):
         steps = _profile_time(spec, data, device, warm=SETTLED)
     last_step = steps.work[steps.work["step"] == steps.work["step"].max()]
     return trace.summary(steps.work, steps.events, steps.step_ms), last_step
@@ -175,7 +176,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
 
 def _load(spec: Spec):
     """Return a run's data."""
-    return LOADERS[spec.preset.task](spec)
+    return WORKFLOWS[spec.preset.task].load(spec)
 
 
 def _train(spec: Spec, steps: int, data, device, hooks: Hooks) -> tuple:
@@ -394,7 +395,7 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
         *("--graph-profiling", "node"),
     ]
     say("Nsight Compute runs every kernel of a step several times; this takes minutes")
-    command = call("qa_lib.lab.tools.profile:count_one_step", spec)
+    command = child_command(Work.COUNT, spec)
     done = subprocess.run(
         ["ncu", *options, *command], capture_output=True, text=True, env=child_env()
     )

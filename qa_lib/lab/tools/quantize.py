@@ -21,7 +21,7 @@ from qa_lib.model.qat import quantize, save_quantized
 from qa_lib.records import record
 from qa_lib.records.files import write_atomically
 from qa_lib.records.schema import QUANTIZED_SCHEMA
-from qa_lib.run.plan import go_offline_without_network, identify_data, without_folders
+from qa_lib.run.identity import go_offline_without_network, identify_data, without_folders
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import (
     Model,

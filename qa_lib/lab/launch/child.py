@@ -1,0 +1,66 @@
+"""What another process begins with: `python -m qa_lib.lab.launch.child WORK SPEC WORDS`.
+
+This is the one place that says so. `process.child_command` makes the command: one of process.Work,
+a spec as JSON, and the words that follow for this work. What a function needs is imported when it
+is called, since torch is not needed for all of them.
+"""
+
+import contextlib
+import sys
+
+from qa_lib.errors import print_anything, stoppable
+from qa_lib.lab.launch.process import Work, spec_from
+from qa_lib.spec.spec import Spec
+
+
+def train(spec: Spec, runs: str) -> None:
+    """Train one run, in this process."""
+    from qa_lib.lab.launch.anywhere import fit_here
+
+    fit_here(spec, runs)
+
+
+def supervise(spec: Spec, runs: str) -> None:
+    """Start the processes of a run by torchrun, and end them together."""
+    from qa_lib.lab.launch.torchrun import supervise
+
+    supervise(spec, runs)
+
+
+def be_rank(spec: Spec, runs: str) -> None:
+    """Be one of the processes of a run.
+
+    Exits with 1 where it fails, so that torchrun ends the others.
+    """
+    from qa_lib.lab.launch.anywhere import fit_here
+
+    # torchrun ends by SIGTERM a process whose peer has failed.
+    with contextlib.suppress(KeyboardInterrupt), stoppable():
+        if fit_here(spec, runs)["status"] != "oom":
+            return
+    sys.exit(1)
+
+
+def count_one_step(spec: Spec) -> None:
+    """Make the step whose kernels Nsight Compute counts."""
+    from qa_lib.lab.tools.profile import count_one_step
+
+    count_one_step(spec)
+
+
+FUNCTIONS = {
+    Work.TRAIN: train,
+    Work.SUPERVISE: supervise,
+    Work.RANK: be_rank,
+    Work.COUNT: count_one_step,
+}
+
+
+def main(work: str, written_spec: str, *words: str) -> None:
+    """Do what the words of a command say."""
+    FUNCTIONS[Work(work)](spec_from(written_spec), *words)
+
+
+if __name__ == "__main__":
+    print_anything()
+    main(*sys.argv[1:])
