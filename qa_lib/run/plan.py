@@ -134,13 +134,15 @@ def plan(request: Request, choose: Choose | None = None) -> Plan:
     if most_positions is not None:
         for spec in planned.specs:
             spec.preset.check_length(request.model, most_positions)
-    shape = {
-        "layers": _whole_or_zero(config.get("num_hidden_layers")),
-        "heads": _whole_or_zero(config.get("num_attention_heads")),
-    }
+    layers = _whole_or_zero(config.get("num_hidden_layers"))
+    heads = _whole_or_zero(config.get("num_attention_heads"))
     specs = []
     for spec in planned.specs:
-        skip = spec.skip or lacking(spec.settings, kind) or unshared(spec, shape)
+        skip = spec.skip or lacking(spec.settings, kind)
+        if not skip:
+            skip = unshared(
+                spec.settings, layers=layers, heads=heads, world=spec.world, stages=spec.stages
+            )
         specs.append(dataclasses.replace(spec, data=data, model=model, skip=skip))
     if choose and any(spec.chosen for spec in specs):
         specs = choose(specs, request.machine, bool(config))

@@ -26,6 +26,7 @@ import pandas as pd
 import torch
 
 from qa_lib.errors import UserError, wrapped
+from qa_lib.lab.launch.driver import surroundings
 from qa_lib.lab.launch.process import Work, child_command, child_env
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware, trace
