@@ -18,7 +18,8 @@ from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from qa_lib.data.squad import Example, open_source
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Samples, answer_limit, gold_notes
+from qa_lib.data.labels import answer_limit, gold_notes
+from qa_lib.data.windows import Samples
 from qa_lib.score.decode import decode, text_edges
 from qa_lib.score.f1 import score
 from tests.conftest import slow

@@ -8,11 +8,12 @@ import transformers.utils
 
 from qa_lib.calls import checked, expect
 from qa_lib.data.batches import Batches
+from qa_lib.data.labels import answer_limit, gold_notes
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Samples, answer_limit, build_samples, gold_notes
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.spec.presets import ANSWER_TOKENS, find_shape
 from qa_lib.spec.spec import Spec

@@ -25,17 +25,11 @@ from types import SimpleNamespace
 import numpy as np
 import tokenizers
 
-from qa_lib.data.squad import (
-    DataError,
-    Source,
-    find_file,
-    generated,
-    hub_table,
-    is_hub_name,
-    sha256_of,
-)
+from qa_lib.data.cache import cached
+from qa_lib.data.files import DataError, sha256_of
+from qa_lib.data.origins import find_file, generated, hub_table, is_hub_name
+from qa_lib.data.squad import Source
 from qa_lib.data.tokenize import bare
-from qa_lib.data.windows import cached
 from qa_lib.errors import UserError
 
 ENDINGS = (".txt", ".txt.gz", ".tokens")

@@ -169,8 +169,9 @@ def _without_blank(text: str, offsets: np.ndarray) -> np.ndarray:
 
 def ranges(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """begins[0], begins[0] + 1, ... (lengths[0] numbers), then the same from begins[1], and so on."""
-    ends = np.cumsum(lengths)
-    return np.repeat(begins - (ends - lengths), lengths) + np.arange(ends[-1])
+    numbers = np.repeat(begins - (np.cumsum(lengths) - lengths), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers
 
 
 def distinct(texts: Iterable[str]) -> tuple[list[str], np.ndarray]:

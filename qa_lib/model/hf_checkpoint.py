@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
 
-from qa_lib.data.squad import read_json, sha256_of
+from qa_lib.data.files import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
 from qa_lib.records.record import writable_folder
 

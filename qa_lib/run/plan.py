@@ -11,7 +11,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from qa_lib.calls import check_names, checked, expect, expect_folder, shown
-from qa_lib.data.squad import DataError, hash_files, open_source, read_json
+from qa_lib.data.files import DataError, hash_files, read_json
+from qa_lib.data.squad import open_source
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.text import open_text
 from qa_lib.errors import SpecError, UserError
