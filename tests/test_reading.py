@@ -9,7 +9,7 @@ import pytest
 from qa_lib import ask
 from qa_lib.data.load import load_data
 from qa_lib.data.text import open_text
-from qa_lib.data.tokenize import _warn_of_capitals, bare, build_tokenizer, tokenize
+from qa_lib.data.tokenize import _warn_of_capitals, build_tokenizer, fast_backend, tokenize
 from qa_lib.run.plan import plan
 from tests.material import (
     best_of,
@@ -84,7 +84,7 @@ def test_a_data_set_without_answers_is_answered_as_its_json_is(tmp_path, typed):
 )
 @pytest.mark.parametrize("unit", ["then alice ", "abcdefé", "a\n", " "], ids=ascii)
 def test_a_text_ten_times_as_long_takes_no_more_than_ten_times_as_long(learn, unit):
-    backend = bare(learn([TEXT] * 3))
+    backend = fast_backend(learn([TEXT] * 3))
     short, long = (
         best_of(2, lambda n=n: tokenize(backend, [unit * (n // len(unit))]))[0]
         for n in (30_000, 300_000)

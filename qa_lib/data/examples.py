@@ -1,9 +1,9 @@
 """Questions as files have them, checked and turned into examples.
 
 Two layouts come in: SQuAD's own, nested by article and paragraph, and the hub's, a question a row
-with its answers in columns. Both are read as rows, which nobody has checked. `build_examples` checks
-them for training and answering, `build_golds` for scoring, which believes what the official script
-believes.
+with its answers in columns. Both are read as rows, which nobody has checked. `build_examples`
+checks them for training and answering, `build_golds` for scoring, which believes what the official
+script believes.
 """
 
 from collections.abc import Iterable, Iterator
@@ -18,7 +18,8 @@ MAX_LISTED = 20
 # Kinds of values, as JSON has them.
 KINDS = {str: "text", int: "whole number", bool: "true or false", list: "list", dict: "object"}
 
-# What can be wrong with the gold answers of a question, as headings over the questions of a message.
+# What can be wrong with the gold answers of a question, as headings over the questions of a
+# message.
 LAYOUT = "questions have no gold answers in the SQuAD layout"
 CONTRADICTION = "questions contradict their is_impossible"
 MISPLACED = "answers are not the text at their answer_start"

@@ -1,4 +1,4 @@
-"""Files as they lie on disk: their JSON, their hashes, and the error for data that cannot be used."""
+"""Files as they lie on disk: their JSON, their hashes, and the error for data of no use."""
 
 import hashlib
 import json

@@ -51,15 +51,16 @@ class TokenSearch:
     def first_and_last(
         self, rows: np.ndarray, begin: np.ndarray, finish: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Return which tokens of `rows` are the first and last of the text from `begin` to `finish`.
+        """Return which tokens of `rows` are first and last of the text from `begin` to `finish`.
 
-        All are int [n]; tokens are counted from their row's first. As in the reference script, these
-        are the last token that begins no later than the text, and the first that ends no earlier.
-        Where a tokenizer's offsets step back, the search ends at the first token beyond the text.
+        All are int [n]; tokens are counted from their row's first. As in the reference script,
+        these are the last token that begins no later than the text, and the first that ends no
+        earlier. Where a tokenizer's offsets step back, the search ends at the first token beyond
+        the text.
 
         A character may be several tokens, of bytes or of a syllable's letters. Where the text is
-        that character alone, the two searches end at the last and at the first of its tokens, and no
-        answer can be given in that order: here it is all of them.
+        that character alone, the two searches end at the last and at the first of its tokens, and
+        no answer can be given in that order: here it is all of them.
         """
         reached = np.maximum.accumulate(self.begins)
         remaining = np.minimum.accumulate(self.ends[::-1])[::-1]

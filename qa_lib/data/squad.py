@@ -69,7 +69,8 @@ def open_source(source: str | os.PathLike, split: str, labelled: bool = True) ->
       - "synthetic:2000": 2,000 generated questions (the two splits use different seeds),
       - a .json file in the official nested layout, v1.1 or v2.0,
       - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
-      - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict with the split),
+      - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict with the
+      split),
       - a name on the Hugging Face hub, such as "squad_v2".
     `labelled` is that of Source.
     Raises DataError if there is no such data set, and on first use of the result if it is bad.

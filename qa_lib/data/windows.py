@@ -1,12 +1,13 @@
 """From questions to windows of tokens: what a question-answering model reads, in flat arrays.
 
-A model reads a question and a paragraph together, in at most `max_length` tokens. A longer paragraph
-is cut into windows that share `stride` tokens, each with the whole question before it (Devlin et al.
-2018, for SQuAD). Every fast tokenizer of transformers cuts such windows itself, and tests hold these
-here to what it cuts. But paragraphs repeat from question to question: here every distinct text is
-tokenized once, and the windows are put together from the pieces. That takes a tenth of the time of
-`datasets.map`. All variants share this step; its result is cached on disk (data/cache.py), so that a
-run begins in less than a second. data/labels.py says where in a window its answer is.
+A model reads a question and a paragraph together, in at most `max_length` tokens. A longer
+paragraph is cut into windows that share `stride` tokens, each with the whole question before it
+(Devlin et al. 2018, for SQuAD). Every fast tokenizer of transformers cuts such windows itself, and
+tests hold these here to what it cuts. But paragraphs repeat from question to question: here every
+distinct text is tokenized once, and the windows are put together from the pieces. That takes less
+than a tenth of the time of `datasets.map`. All variants share this step; its result is cached on
+disk (data/cache.py), so that a run begins in less than a second. data/labels.py says where in a
+window its answer is.
 """
 
 import hashlib
@@ -24,7 +25,15 @@ from qa_lib.data.examples import Example
 from qa_lib.data.files import DataError
 from qa_lib.data.labels import answer_positions, find_golds
 from qa_lib.data.squad import Source
-from qa_lib.data.tokenize import Layout, Pieces, bare, distinct, find_layout, ranges, tokenize
+from qa_lib.data.tokenize import (
+    Layout,
+    Pieces,
+    distinct,
+    fast_backend,
+    find_layout,
+    ranges,
+    tokenize,
+)
 from qa_lib.errors import UserError
 
 CACHE_VERSION = 6  # of the cached files; raise it when they, or what is in them, change
@@ -122,7 +131,7 @@ def examples_sha256(examples: list[Example]) -> str:
 
 
 def content_sha256(examples: list[Example]) -> str:
-    """Return the hash of the questions with their paragraphs (hex), whatever their ids and order."""
+    """Return the hash (hex) of questions and paragraphs, whatever their ids and order."""
     pairs = (f"{example.question}\0{example.context}" for example in examples)
     digests = sorted(hashlib.sha256(pair.encode()).digest() for pair in pairs)
     return hashlib.sha256(b"".join(digests)).hexdigest()
@@ -135,16 +144,17 @@ def build_samples(
     stride: int = 128,
     cache: str | os.PathLike | Literal[False] | None = None,
 ) -> Samples:
-    """Cut all questions of `source` into windows, as `tokenizer` with truncation="only_second" does.
+    """Cut all questions of `source` into windows.
 
-    `tokenizer` is a fast tokenizer of transformers. Windows hold at most `max_length` tokens, and
+    `tokenizer` is a fast tokenizer of transformers; with truncation="only_second" it gives the same
+    windows. Windows hold at most `max_length` tokens, and
     neighbours over the same paragraph share `stride` of them. The result is kept under the folder
     `cache` (None: data/cache.py says where; False: not at all) by the hash of data, tokenizer and
     settings, and is memory-mapped from there without reading the data again.
     Raises DataError for bad data and for a question that leaves its context no room, UserError for
     a tokenizer or lengths that cannot work.
     """
-    backend = bare(tokenizer)
+    backend = fast_backend(tokenizer)
     layout = find_layout(tokenizer, backend)
     if max_length <= layout.size or not 0 <= stride < max_length - layout.size:
         raise UserError(
