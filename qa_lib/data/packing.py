@@ -111,8 +111,8 @@ class PackedBatches(Batches):
 
     @cached_property
     def limits(self) -> list[int]:
-        """The most tokens that each segment has in any packed sequence: first the samples' segments,
-        then the padding's. Where samples have places, these are the places' lengths."""
+        """The most tokens that each segment has in any packed sequence, first those of the samples,
+        then those of the padding. Where samples have places, these are the places' lengths."""
         if self.has_places:
             return few_limits(self.longest, CALLS)
         most = self.spec.preset.max_length
