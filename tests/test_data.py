@@ -11,7 +11,8 @@ from tests.material import cases, document, hub_row, question, real_squad, refus
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
-OTHER, GOLDS = "🙂 “sea” 1,000 the Rhône sea", (("“sea”", 2), ("🙂", 0), ("sea", 24))
+OTHER = "🙂 “sea” 1,000 the Rhône sea"
+GOLDS = (("“sea”", 2), ("🙂", 0), ("sea", 24))
 SECOND = (OTHER, [question("q3", "What?", *GOLDS)])
 GOOD = document(
     (CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]), SECOND
@@ -79,7 +80,8 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source("squad_v2", "validation")
     assert not load.called
-    assert source.examples == EXPECTED and len(source.sha256) == 64
+    assert source.examples == EXPECTED
+    assert len(source.sha256) == 64
     load.assert_called_once_with("squad_v2", split="validation")
     assert examples_of("someone/squad") == EXPECTED
     load.side_effect = ConnectionError("no network\nat all")
@@ -102,12 +104,11 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
 
 
 def test_synthetic_source():
-    train, validation = (
-        open_source("synthetic:50", "train"),
-        open_source("synthetic:50", "validation"),
-    )
+    train = open_source("synthetic:50", "train")
+    validation = open_source("synthetic:50", "validation")
     assert len(train.examples) == len(validation.examples) == 50
-    assert train.examples != validation.examples and train.sha256 != validation.sha256
+    assert train.examples != validation.examples
+    assert train.sha256 != validation.sha256
     assert (
         train.sha256
         == open_source("synthetic:50", "train").sha256
@@ -129,7 +130,8 @@ def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
 def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     source = open_source(write(tmp_path / "a.json", GOOD), "train")
     copy = open_source(write(tmp_path / "b.json", GOOD), "validation")
-    assert source.sha256 == copy.sha256 and "examples" not in vars(source)
+    assert source.sha256 == copy.sha256
+    assert "examples" not in vars(source)
     (tmp_path / "b.json").write_text("{broken")
     assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
 
@@ -196,7 +198,8 @@ def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
         in said
     )
     assert f"'south' at {start - 1}, and it is at {start} alone; " in said
-    assert all(f"question '{entry['id']}'" in said for entry in bad) and "question 'q'" not in said
+    assert all(f"question '{entry['id']}'" in said for entry in bad)
+    assert "question 'q'" not in said
 
 
 def test_unlabelled_files_are_refused_by_training_with_how_many_they_are(tmp_path):
@@ -261,7 +264,8 @@ def test_a_data_set_without_answers_is_read_where_none_are_needed(tmp_path, name
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
     found = examples_of(tmp_path / "saved", "validation", labelled=False)
     assert [e.question for e in found] == COLUMNS["question"]
-    assert [e.id for e in found] == [*map(str, columns["id"])] and not any(e.answers for e in found)
+    assert [e.id for e in found] == [*map(str, columns["id"])]
+    assert not any(e.answers for e in found)
     if name != "empty":
         refused("2 questions have no gold answers", examples_of, tmp_path / "saved")
 

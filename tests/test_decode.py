@@ -10,8 +10,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.squad import open_source
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
@@ -109,7 +110,8 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     questions = load_data(spec)
     samples = questions.validation_samples
     start, end = logits(samples, scale=0.5)
-    rows, places = torch.arange(len(samples)), torch.tensor(labels_of(samples))
+    rows = torch.arange(len(samples))
+    places = torch.tensor(labels_of(samples))
     start[rows, places[:, 0]] += 10  # at the first gold answer, or at [CLS]
     end[rows, places[:, 1]] += 10
     start[:, 0] += 30
@@ -117,18 +119,19 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
         "qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end))
     )
     found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
-    assert (
-        found["f1"] == found["always_null_f1"] < found["best_f1"] and found["best_f1_threshold"] > 0
-    )
+    assert found["f1"] == found["always_null_f1"] < found["best_f1"]
+    assert found["best_f1_threshold"] > 0
 
 
 def test_padding_is_never_looked_at_rows_are_joined_by_id_and_the_callers_logits_left_alone(
     samples,
 ):
-    both, threads = logits(samples), torch.get_num_threads()
+    both = logits(samples)
+    threads = torch.get_num_threads()
     before = both.clone()
     wanted = everything(decode(samples, EXAMPLES, *in_order(samples, both)))
-    assert torch.equal(before, both) and torch.get_num_threads() == threads
+    assert torch.equal(before, both)
+    assert torch.get_num_threads() == threads
     for seed, junk in enumerate((float("nan"), float("inf"), 1e9, -100.0)):
         wide = torch.full_like(logits(samples, width=9), junk)
         for row, length in enumerate(samples.lengths):
@@ -164,7 +167,8 @@ def test_other_examples_than_the_features_are_refused(samples):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_inside_a_window_names_the_question(samples, value):
-    both, row = logits(samples), len(samples) // 2
+    both = logits(samples)
+    row = len(samples) // 2
     both[1, row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
     said = rf"^article 'Rivers', question '{key}', window {row}: a logit is NaN or \+inf \(.* of other windows\)"
@@ -180,10 +184,8 @@ def test_minus_infinity_is_a_logit_like_any_other(samples):
 
 
 def test_files(samples, tmp_path):
-    found, folder = (
-        decode(samples, EXAMPLES, *in_order(samples, logits(samples))),
-        tmp_path / "new" / "out",
-    )
+    found = decode(samples, EXAMPLES, *in_order(samples, logits(samples)))
+    folder = tmp_path / "new" / "out"
     paths = found.write(folder)
     read = {path.stem: json.loads(path.read_text()) for path in folder.iterdir()}
     names = "nbest_predictions predictions texts null_odds".split()
@@ -279,11 +281,13 @@ def test_rightly_joined_the_model_is_healthy_and_wrongly_it_scores_what_independ
     """The fault as variant A4-b has it."""
     rows = predict_logits(lab.model, lab.samples)
     healthy, _ = evaluated(lab, rows)
-    assert healthy["exact"] > 85 and healthy["f1"] > 85
+    assert healthy["exact"] > 85
+    assert healthy["f1"] > 85
     found, nulls = evaluated(lab, joined_by_position(*rows))
     assert found["exact"] == pytest.approx(100 * nulls * lab.no_answer, abs=3)
     assert found["exact"] <= found["f1"] < found["exact"] + 10
-    assert found["NoAns_exact"] == pytest.approx(100 * nulls, abs=4) and found["HasAns_exact"] < 5
+    assert found["NoAns_exact"] == pytest.approx(100 * nulls, abs=4)
+    assert found["HasAns_exact"] < 5
 
 
 def test_wrong_labels_give_another_signature(lab):
@@ -300,7 +304,8 @@ def test_wrong_labels_give_another_signature(lab):
         ]
     loss = np.mean([-(share[share > 0] * np.log(share[share > 0])).sum() for share in shares])
     found, nulls = evaluated(lab, in_order(lab.samples, logits))
-    assert nulls == 1 and found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)
+    assert nulls == 1
+    assert found["exact"] == found["f1"] == pytest.approx(100 * lab.no_answer)
     assert loss > 2 * 0.794, "the reference project's loss"
 
 

@@ -55,10 +55,11 @@ def gpu_ops_without_a_gpu():
     def backward(
         grad, query, key, value, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale
     ):
-        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32, (
-            "which the kernel takes for granted"
-        )
-        assert bias.dtype == query.dtype and bias.stride(-1) == 1 and bias.shape[-1] % 16 == 0
+        assert out.transpose(1, 2).is_contiguous(), "which the kernel takes for granted"
+        assert lse.dtype == torch.float32, "which the kernel takes for granted"
+        assert bias.dtype == query.dtype
+        assert bias.stride(-1) == 1
+        assert bias.shape[-1] % 16 == 0
         share, kept = shares(query, key, bias, dropout, scale, seed)
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
         return *map(
@@ -113,7 +114,8 @@ def test_dealing_balances_and_loses_nothing():
     draw = np.random.default_rng(0)
     lengths = draw.integers(20, 385, 32 * 100)
     groups = deal(draw.permutation(len(lengths)), lengths, 32)
-    assert groups.shape == (100, 32) and sorted(groups.ravel()) == list(range(len(lengths)))
+    assert groups.shape == (100, 32)
+    assert sorted(groups.ravel()) == list(range(len(lengths)))
     assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
@@ -127,17 +129,21 @@ def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_with
     assert rows[0]["input_ids"].shape == (1, batches.budget)
     assert sum(samples.lengths[m].sum() for m in dealt) / (len(rows) * batches.budget) > 0.8
     lengths = np.diff([row["cu_seqlens"] for row in rows])
-    assert {*lengths.sum(1)} == {batches.budget} and {*lengths.ravel()} <= {*range(97)}
+    assert {*lengths.sum(1)} == {batches.budget}
+    assert {*lengths.ravel()} <= {*range(97)}
     room = batches.limits - np.max(lengths, axis=0)
-    assert room.min() >= 0 and room.max() < 64, "no limit is an alignment too high"
+    assert room.min() >= 0, "no limit is an alignment too high"
+    assert room.max() < 64, "no limit is an alignment too high"
 
 
 def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(samples):
     batches = PackedBatches(samples, spec_of(attention="efficient"))
-    assert batches.budget == sum(batches.limits) and len(set(batches.limits)) <= CALLS
+    assert batches.budget == sum(batches.limits)
+    assert len(set(batches.limits)) <= CALLS
     assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
     for indices in micro_batches(batches, batches.steps):
-        row, plain = batches.arrays(indices), Batches(samples, batches.spec).arrays(indices)
+        row = batches.arrays(indices)
+        plain = Batches(samples, batches.spec).arrays(indices)
         tokens = samples.lengths[indices].sum()
         assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (
             batches.limits,
@@ -147,9 +153,8 @@ def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(sampl
             zip(row["cu_seqlens"], samples.lengths[indices], strict=False)
         ):
             place = slice(begin, begin + length)
-            assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(
-                range(length)
-            )
+            assert (row["bias"][place] == 0).all()
+            assert list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
                 assert (row[name][0, place] == plain[name][number, :length]).all()
     for wrong in (batches.step(0)[0][::-1], batches.step(0)[0][1:]):
@@ -162,7 +167,8 @@ def test_few_limits_are_the_best_few():
     assert few_limits(lengths, 1) == [384] * 10
     for most in (2, 3, 4):
         found = few_limits(lengths, most)
-        assert (found >= lengths).all() and len(set(found)) == most
+        assert (found >= lengths).all()
+        assert len(set(found)) == most
         tried = (
             np.array([*chosen, 384])
             for chosen in itertools.combinations(range(32, 384, 16), most - 1)
@@ -197,7 +203,8 @@ def packed_and_padded(samples, kind, dtype, qkv="separate"):
 
 def padded_loss(model, inputs, lengths):
     """The padded row's loss with its softmax over the question's own tokens."""
-    output, loss = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")}), 0
+    output = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")})
+    loss = 0
     inside = (
         torch.arange(output.start_logits.shape[1], device=DEVICE)
         < torch.tensor(lengths, device=DEVICE)[:, None]
@@ -238,7 +245,9 @@ def test_a_model_in_regions_is_the_model(samples):
     """Loss and gradients, traced whole or not, and every parameter in one region alone; each is announced before it
     runs."""
     packed, inputs, *_ = packed_and_padded(samples, "block-diagonal", torch.float32)
-    parts, found, announced = [], [], []
+    parts = []
+    found = []
+    announced = []
     regions = RegionalModel(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
     regions.before = announced.append
@@ -251,7 +260,8 @@ def test_a_model_in_regions_is_the_model(samples):
     torch.testing.assert_close(found[1:], found[:1] * 2)
     assert announced == [0, 1, 2]
     held = [p for part in parts for p in part.parameters()]
-    assert {*held} == {*packed.model.parameters()} and len(held) == len({*held})
+    assert {*held} == {*packed.model.parameters()}
+    assert len(held) == len({*held})
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
@@ -267,7 +277,8 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
             batches.limits = [limit + extra // batches.size for limit in batches.limits]
         batches.least = 8
         segments = np.diff(batches.arrays(batches.step(0)[0])["cu_seqlens"])
-        assert segments.max() <= max(96, *batches.limits) and segments.sum() == batches.budget
+        assert segments.max() <= max(96, *batches.limits)
+        assert segments.sum() == batches.budget
         model.zero_grad()
         Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -281,12 +292,14 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
     """With values of one, the output is the share of attention that is kept, over the share that should be."""
     torch.manual_seed(0)
     query, key, ones = torch.randn(3, 960, 4, 32, device=DEVICE, dtype=dtype)
-    cut, ones = segments(kind, [96] * 10, 96), torch.ones_like(ones)
+    cut = segments(kind, [96] * 10, 96)
+    ones = torch.ones_like(ones)
     kept, again, whole = (
         attend(kind, query, key, ones, cut, rate, 0.2).float() for rate in (0.1, 0.1, 0.0)
     )
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert kept.std() > 0.01 and not torch.equal(kept, again)
+    assert kept.std() > 0.01
+    assert not torch.equal(kept, again)
     assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
 
 
@@ -322,10 +335,8 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
     )
     for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
         part = slice(begin, begin + length)
-        there, again = (
-            grad[part].float() * output[part].float(),
-            back[part].float() * value[part].float(),
-        )
+        there = grad[part].float() * output[part].float()
+        again = back[part].float() * value[part].float()
         difference = (there - again).sum((0, 2)).abs()
         assert (difference <= 20 * error * there.norm() + 1e-6).all(), segment
 
@@ -341,7 +352,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 
     seen = []
     for output, back in replayed(step, torch.zeros((), device=DEVICE)):
-        there, again = grad.float() * output.float(), back.float() * value.float()
+        there = grad.float() * output.float()
+        again = back.float() * value.float()
         assert (there.sum() - again.sum()).abs() <= 20 * error * there.norm()
         seen.append(output.clone())
     assert not torch.equal(*seen)
@@ -352,14 +364,13 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
     """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
     wide."""
     query, key, grad = torch.randn(3, 64, 1, 64, device=DEVICE, dtype=dtype)
-    inputs, cut = (
-        (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None]),
-        segments(kind, [64], 64),
-    )
+    inputs = (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None])
+    cut = segments(kind, [64], 64)
     output, *found = with_gradients(
         lambda *parts: attend(kind, *parts, cut, 0.5, 0.1), inputs, grad
     )
-    kept, wide = (output[:, 0] != 0).double() / 0.5, [x[:, 0].double() for x in inputs]
+    kept = (output[:, 0] != 0).double() / 0.5
+    wide = [x[:, 0].double() for x in inputs]
     plain = with_gradients(
         lambda q, k, v: (torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, wide, grad[:, 0].double()
     )
@@ -383,9 +394,8 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     for machine, kernel in ((CPU, "block-diagonal"), (T4, "efficient"), (H200, "flash")):
         spec = planned("E-packed", machine=machine)
         assert (spec.settings.attention, spec.skip) == (kernel, None)
-    assert "flash" in " ".join(spec.adjusted) and "cuda_graph: False" in " ".join(
-        planned("E-graph").adjusted
-    )
+    assert "flash" in " ".join(spec.adjusted)
+    assert "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
 
 
 def test_a_packed_variant_runs_end_to_end(tmp_path):
@@ -406,7 +416,8 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
         sizes = {"steps": 10, "checkpoint_every": 0, "measure_from": 2}
         spec = planned("E-graph", sizes=sizes, data="synthetic:200", machine=H200)
         spec = resized(spec, {"compile": "none", "cuda_graph": captured} | changes)
-        folder, model = tmp_path / str(captured), without_dropout(build_model(spec))
+        folder = tmp_path / str(captured)
+        model = without_dropout(build_model(spec))
         folder.mkdir()
         train(model, PackedBatches(samples, spec), spec, DEVICE, folder, quiet)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
@@ -414,5 +425,6 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     start = torch.cat(
         [p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()]
     )
-    eager, graph = weights(False), weights(True)
+    eager = weights(False)
+    graph = weights(True)
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, BertModel, PreTrainedModel
 
 from qa_lib.__main__ import main
+from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
-from qa_lib.data.squad import Example
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
@@ -88,11 +88,15 @@ def test_shape_and_join(model, samples):
     assert both[0].shape == both[1].shape == (len(samples), samples.lengths.max())
     assert sorted(ids.tolist()) == list(range(len(samples))) != ids.tolist()
     lengths = samples.lengths[ids.numpy()]
-    assert (np.diff(lengths) <= 0).all() and lengths[0] > lengths[-1]
+    assert (np.diff(lengths) <= 0).all()
+    assert lengths[0] > lengths[-1]
     for row, length in enumerate(lengths):
-        assert both[0][row, :length].isfinite().all() and both[0][row, length:].isnan().all()
+        assert both[0][row, :length].isfinite().all()
+        assert both[0][row, length:].isnan().all()
     inputs = {name: torch.from_numpy(array) for name, array in samples.batch([7], 40).items()}
-    wanted, row, length = model(**inputs), ids.tolist().index(7), samples.lengths[7]
+    wanted = model(**inputs)
+    row = ids.tolist().index(7)
+    length = samples.lengths[7]
     for found, logits in zip(both, (wanted.start_logits, wanted.end_logits), strict=True):
         assert torch.allclose(found[row, :length], logits[0, :length], atol=1e-4)
 
@@ -161,10 +165,10 @@ def test_batches_hold_what_they_may(samples):
         )
 
     predict_logits(model, samples, batch_tokens=120)
-    assert sum(n for n, _ in seen) == len(samples) and max(n * width for n, width in seen) <= 120
-    assert seen == sorted(seen, key=lambda shape: -shape[1]) and {
-        width % 8 for _, width in seen
-    } == {0}
+    assert sum(n for n, _ in seen) == len(samples)
+    assert max(n * width for n, width in seen) <= 120
+    assert seen == sorted(seen, key=lambda shape: -shape[1])
+    assert {width % 8 for _, width in seen} == {0}
 
 
 @pytest.fixture
@@ -195,9 +199,8 @@ def test_a_file_is_answered(folder, tmp_path, capsys):
     shown = capsys.readouterr()
     assert (shown.out.split(), shown.err) == ([*map(str, paths)], ""), "no terminal, no bar"
     read = [json.loads(path.read_text()) for path in paths]
-    assert all(list(part) == ["q1", "q2"] for part in read) and all(
-        text in TEXT for text in read[1].values()
-    )
+    assert all(list(part) == ["q1", "q2"] for part in read)
+    assert all(text in TEXT for text in read[1].values())
 
 
 def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
@@ -221,7 +224,8 @@ def test_questions_need_no_gold_answers_to_be_answered(folder, tmp_path, typed):
 def test_a_question_is_answered(folder, asked):
     found = asked(folder, "  where")
     assert list(found) == ["answer", "probability", "null_odds"]
-    assert found["answer"] in TEXT and 0 < found["probability"] <= 1
+    assert found["answer"] in TEXT
+    assert 0 < found["probability"] <= 1
     assert (found["null_odds"] > 0) == (found["answer"] == "")
     assert asked(folder, "", "")["answer"] == ""
 
@@ -255,12 +259,10 @@ def test_a_name_of_the_hub_answers_as_its_folder_does(hub, folder, asked):
 )
 def test_a_name_that_is_neither_a_folder_nor_a_hubs_is_one_line(hub, name, typed):
     said = typed("predict --question where --context there --model", name, code=2)
-    assert (
-        "no such folder" in said
-        and name.strip("./") in said
-        and said.count("\n") == 1
-        and len(said) < 230
-    )
+    assert "no such folder" in said
+    assert name.strip("./") in said
+    assert said.count("\n") == 1
+    assert len(said) < 230
 
 
 def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
@@ -269,10 +271,8 @@ def test_only_safetensors_and_texts_are_asked_of_the_hub(hub, monkeypatch):
         "huggingface_hub.snapshot_download", lambda name, **options: asked.update(options) or hub
     )
     assert find_folder("lab/bert") == hub
-    kept, others = (
-        "config.json model-1.safetensors vocab.txt",
-        "pytorch_model.bin evil.py onnx/model.safetensors",
-    )
+    kept = "config.json model-1.safetensors vocab.txt"
+    others = "pytorch_model.bin evil.py onnx/model.safetensors"
     assert list(filter_repo_objects(f"{kept} {others}".split(), **asked)) == kept.split()
 
 
@@ -292,7 +292,8 @@ def test_one_thing_or_the_other(folder, words, typed):
 
 
 def test_bad_input_writes_nothing(folder, tmp_path, typed):
-    data, out = tmp_path / "data.json", tmp_path / "out"
+    data = tmp_path / "data.json"
+    out = tmp_path / "out"
     room = "article 'Rivers', question 'q1': its .* tokens leave 0 of 48"
     long = document((TEXT, [question("q1", "river " * 60)]))
     for said, content in (
@@ -301,10 +302,12 @@ def test_bad_input_writes_nothing(folder, tmp_path, typed):
         (room, long),
     ):
         found = typed("predict --model", folder, write(data, content), "--out", out, code=2)
-        assert re.search(f"data.json: {said}", found) and not out.exists()
+        assert re.search(f"data.json: {said}", found)
+        assert not out.exists()
     out.write_text("mine")
     said = typed("predict --model", folder, write(data, DATA), "--out", out, code=2)
-    assert "out is no folder that can be written to" in said and out.read_text() == "mine"
+    assert "out is no folder that can be written to" in said
+    assert out.read_text() == "mine"
 
 
 def config(**changes):
@@ -480,7 +483,8 @@ def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(m
 def train_from(folder):
     """Plan a run from a folder and build what it trains, as `run` does before the first step."""
     spec = planned("A2", "local", max_length=40, model=str(folder))
-    data, model = load_data(spec), build_model(spec)
+    data = load_data(spec)
+    model = build_model(spec)
     check_tokenizer(folder, data.tokenizer, model)
     return model
 
@@ -512,7 +516,8 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
         save_model(made, tokenizer, folder)
         load_qa_model(folder)
     done = subprocess.run(["sha256sum", "-c", SUMS], cwd=folder, capture_output=True, text=True)
-    assert done.returncode == 0 and "model.safetensors: OK" in done.stdout
+    assert done.returncode == 0
+    assert "model.safetensors: OK" in done.stdout
     (folder / SUMS).write_text("../../../dev/zero  ../../../dev/zero\n")
     refused(r"config\.json was added after", load_qa_model, folder)
 

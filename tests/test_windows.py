@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.examples import Example
+from qa_lib.data.squad import open_source
 from qa_lib.data.windows import Samples, build_samples
 from tests.material import (
     best_of,
@@ -33,7 +34,10 @@ TEXT += "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   fro
 class Given:
     """A source of ready examples."""
 
-    name, split, labelled, sha256 = "given.json", "train", True, "0"
+    name = "given.json"
+    split = "train"
+    labelled = True
+    sha256 = "0"
 
     def __init__(self, examples):
         self.examples = examples
@@ -56,10 +60,8 @@ def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> S
         tokenizer, questions, [example.context for example in examples], max_length, stride
     )
     n = len(wanted["input_ids"])
-    assert (
-        samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
-        and samples.lengths.max() <= max_length
-    )
+    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
+    assert samples.lengths.max() <= max_length
     assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
     places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
@@ -89,7 +91,8 @@ def without_blanks(
     wanted, window: int, questions: list[str], examples: list[Example]
 ) -> list[tuple[int, int]]:
     """The offsets of a window's tokens, without a blank that a longer token begins with."""
-    number, found = wanted["overflow_to_sample_mapping"][window], []
+    number = wanted["overflow_to_sample_mapping"][window]
+    found = []
     texts = {None: "", 0: questions[number], 1: examples[number].context}
     for (begin, end), whose in zip(
         wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True
@@ -174,7 +177,8 @@ def test_any_text(small, data):
         .map(" ".join)
         .filter(lambda t: t.encode("utf-8", "ignore").decode() == t)
     )
-    context, asked = data.draw(text), data.draw(text)
+    context = data.draw(text)
+    asked = data.draw(text)
     start = data.draw(st.integers(0, max(0, len(context) - 1)))
     answers = ((context[start : start + data.draw(st.integers(1, 9))], start),) if context else ()
     stride = data.draw(st.integers(0, 12))
@@ -230,7 +234,8 @@ def test_batches(small):
     examples = [
         Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)
     ]
-    samples, rows = built(examples, small, 30, 10), np.array([31, 0, 5, 5])
+    samples = built(examples, small, 30, 10)
+    rows = np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
     names = "input_ids attention_mask token_type_ids start_positions end_positions"
     assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(
@@ -263,7 +268,8 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
         Example("q", "", "where  <b> is", TEXT + " <b> x"),
         Example("r", "", "  é", "a  b " * 30),
     ]
-    tokenizer, parts = trained_tokenizer([TEXT] * 3, 300), [normalizers.Replace("h f", "hf")]
+    tokenizer = trained_tokenizer([TEXT] * 3, 300)
+    parts = [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
     elif change == "normalizer":
@@ -292,9 +298,8 @@ def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answe
     """No token types, blanks that belong to words, several tokens for a character."""
     tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
-    assert len(samples) > len(edges(8)) and {*samples.tokens[samples.starts[:-1]]} == {
-        tokenizer.cls_token_id
-    }
+    assert len(samples) > len(edges(8))
+    assert {*samples.tokens[samples.starts[:-1]]} == {tokenizer.cls_token_id}
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert {*batch} == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
@@ -356,10 +361,13 @@ def cached(file, tmp_path, small):
 
 def test_the_second_call_reads_the_cache_and_no_data(cached, file, small):
     build, store = cached
-    first, again = build(), open_source(file, "validation")
+    first = build()
+    again = open_source(file, "validation")
     second = build_samples(again, small, 64, 16, cache=store)
-    assert "examples" not in vars(again) and len(list(store.iterdir())) == 1
-    assert same(first, second) and same(first, build_samples(again, small, 64, 16, cache=False))
+    assert "examples" not in vars(again)
+    assert len(list(store.iterdir())) == 1
+    assert same(first, second)
+    assert same(first, build_samples(again, small, 64, 16, cache=False))
     with pytest.raises(ValueError):
         second.tokens[0] = 1  # mapped read-only
 
@@ -379,7 +387,8 @@ def test_an_entry_for_each_thing_that_matters(cached, file):
 def test_without_a_place_to_write_features_are_still_built(cached, caplog):
     build, store = cached
     store.write_text("a file where the folder should be")
-    assert len(build()) and "not cached" in caplog.text
+    assert len(build())
+    assert "not cached" in caplog.text
 
 
 def test_bad_data_leaves_nothing_in_the_cache(cached, tmp_path):
@@ -405,7 +414,8 @@ def test_a_cached_start_is_quick(cached, tmp_path):
     paragraphs = [
         (f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)
     ]
-    file, build = write(tmp_path / "train.json", document(*paragraphs)), cached[0]
+    file = write(tmp_path / "train.json", document(*paragraphs))
+    build = cached[0]
     build(file, max_length=384, stride=128)
     seconds, _ = best_of(3, lambda: build(file, max_length=384, stride=128))
     assert seconds < 1
