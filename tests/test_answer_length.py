@@ -1,4 +1,5 @@
-"""How long an answer may be: an argument of every way to answer, by default what the training answers need."""
+"""How long an answer may be: an argument of every way to answer, by default what the training
+answers need."""
 
 import json
 from types import SimpleNamespace

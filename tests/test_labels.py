@@ -1,4 +1,5 @@
-"""Labels are the answers: whatever stands at a gold answer's edges, a model that gives each window's label scores 100.
+"""Labels are the answers: whatever stands at a gold answer's edges, a model that gives each
+window's label scores 100.
 
 The thousands of generated golds are slow: `pytest tests/test_labels.py -m slow`.
 """
@@ -30,11 +31,13 @@ from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
 TEXT = "The ferry left Port Amber at nine. Captain Ilse steered it north, past Dalmé and the café."
 BLANKS = [" ", "\n", "\t", "\r\n", "  ", "\u00a0", "\u2003", "\u3000", " \n ", "\x1f"]
-# What a vocabulary may drop: zero-width characters, marks of direction, a soft hyphen, joiners, variation selectors.
+# What a vocabulary may drop: zero-width characters, marks of direction, a soft hyphen, joiners,
+# variation selectors.
 UNSEEN = ["\u200b", "\u200f", "\u200e", "\u00ad", "\ufeff", "\u200d", "\u200c", "\u2060", "\ufe0f"]
 UNSEEN += ["\u202b", "\u180e", "\u200b\u200b", "\u200f\u200d"]
 MARKS = ["\u0301", "\u0308\u0323", "\u20dd"]
-# Words whose last or only letters have marks, of several scripts and in both normal forms; joined emoji.
+# Words whose last or only letters have marks, of several scripts and in both normal forms; joined
+# emoji.
 WORDS = [
     "Ilse",
     "nine",
@@ -108,7 +111,8 @@ def perfect(samples: Samples, examples: list[Example], **options) -> dict[str, s
 
 
 def label_texts(samples: Samples, examples: list[Example]) -> list[str]:
-    """Of each question, the text between the first and the last token of its label; empty for none."""
+    """Of each question, the text between the first and the last token of its label; empty for
+    none."""
     found = [""] * len(examples)
     for row in np.flatnonzero(samples.start_positions):
         one = np.array([row])
@@ -126,7 +130,8 @@ def asked(context: str, gold: str, start: int | None = None) -> Example:
 
 
 def placed(gold: str) -> list[Example]:
-    """A gold answer at the beginning, in the middle and at the end of a paragraph, blanks around it."""
+    """A gold answer at the beginning, in the middle and at the end of a paragraph, blanks around
+    it."""
     return [
         asked(f"{gold} came at noon.", gold, 0),
         asked(f"The pilot was {gold} at noon.", gold),
@@ -268,7 +273,8 @@ def test_an_uncovered_character_belongs_to_the_token_before_it_or_else_to_the_on
     assert text_edges("a b\n", np.array([(0, 1), (1, 1), (2, 3)])) is None
 
 
-# SQuAD's own windows and labels are what they were before golds with odd edges were labelled rightly.
+# SQuAD's own windows and labels are what they were before golds with odd edges were labelled
+# rightly.
 
 
 def characters() -> BertTokenizer:
@@ -310,7 +316,8 @@ def test_windows_and_labels_of_clean_golds_are_bit_for_bit_what_they_were(name):
 
 
 def reference_label(offsets, answers) -> tuple[int, int]:
-    """The label of a window whose context has tokens with these offsets, as run_qa of transformers finds it."""
+    """The label of a window whose context has tokens with these offsets, as run_qa of transformers
+    finds it."""
     if not answers:
         return -1, -1
     text, begin = answers[0]
@@ -324,8 +331,8 @@ def reference_label(offsets, answers) -> tuple[int, int]:
 @every_kind
 @pytest.mark.parametrize("split", ["validation", slow("train")])
 def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split):
-    """But for one gold answer of the training set, whose last syllable's last letter no token has where a normaliser
-    puts letters together: the script's label goes on to the next word."""
+    """But for one gold answer of the training set, whose last syllable's last letter no token has
+    where a normaliser puts letters together: the script's label goes on to the next word."""
     examples = real_squad(split)
     odd = set()
     tokenizer = KINDS[kind]([example.context for example in examples[:4000:8]])

@@ -32,7 +32,8 @@ if DEVICE.type == "cuda":
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu_ops_without_a_gpu():
-    """PyTorch's memory-efficient attention exists on GPUs alone; elsewhere the same mathematics stands in for it."""
+    """PyTorch's memory-efficient attention exists on GPUs alone; elsewhere the same mathematics
+    stands in for it."""
     if DEVICE.type == "cuda":
         yield
         return
@@ -185,7 +186,8 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
 
 
 def packed_and_padded(samples, kind, dtype, qkv="separate"):
-    """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
+    """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in
+    training mode."""
     spec = spec_of(attention=kind, settings={"qkv": qkv})
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
@@ -235,15 +237,16 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype
     assert found.loss.item() == pytest.approx(loss.item(), rel=error)
     largest = max(g.norm() for g in expected.values())
     for name, p in model.named_parameters():
-        # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured by the largest.
+        # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured
+        # by the largest.
         assert (p.grad - expected[name]).norm() < error * max(
             expected[name].norm(), 1e-2 * largest
         ), name
 
 
 def test_a_model_in_regions_is_the_model(samples):
-    """Loss and gradients, traced whole or not, and every parameter in one region alone; each is announced before it
-    runs."""
+    """Loss and gradients, traced whole or not, and every parameter in one region alone; each is
+    announced before it runs."""
     packed, inputs, *_ = packed_and_padded(samples, "block-diagonal", torch.float32)
     parts = []
     found = []
@@ -266,7 +269,8 @@ def test_a_model_in_regions_is_the_model(samples):
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
-    """A budget far beyond the tokens: no gradient is touched by the padding, which is many segments, or in places."""
+    """A budget far beyond the tokens: no gradient is touched by the padding, which is many
+    segments, or in places."""
     spec = spec_of(attention=kind)
     model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
 
@@ -289,7 +293,8 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_attention_dropout_keeps_its_rate(kind, dtype, error):
-    """With values of one, the output is the share of attention that is kept, over the share that should be."""
+    """With values of one, the output is the share of attention that is kept, over the share that
+    should be."""
     torch.manual_seed(0)
     query, key, ones = torch.randn(3, 960, 4, 32, device=DEVICE, dtype=dtype)
     cut = segments(kind, [96] * 10, 96)
@@ -320,9 +325,11 @@ WAYS |= {"by Inductor": partial(torch.compile, fullgraph=True)} if DEVICE.type =
 @pytest.mark.parametrize("limits", [96, 80, [80, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):
-    """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by the backward pass.
+    """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by
+    the backward pass.
 
-    PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
+    PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail
+    to train."""
     lengths = [80, 54, 80, 80, 26, 80]
     cut = segments(kind, lengths, limits)
     query, key, value, grad = torch.randn(
@@ -361,8 +368,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
 def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind, dtype, error):
-    """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
-    wide."""
+    """The pattern is read off the output for values that are the identity: one segment of as many
+    tokens as a head is wide."""
     query, key, grad = torch.randn(3, 64, 1, 64, device=DEVICE, dtype=dtype)
     inputs = (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None])
     cut = segments(kind, [64], 64)

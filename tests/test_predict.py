@@ -30,7 +30,6 @@ from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths
 from tests.material import (
-    cases,
     document,
     edited,
     flip_a_bit,
@@ -232,7 +231,8 @@ def test_a_question_is_answered(folder, asked):
 
 @pytest.fixture
 def hub(folder, tmp_path, monkeypatch):
-    """A cache of the hub that holds the folder's model as lab/bert, as the hub's client keeps it: by links."""
+    """A cache of the hub that holds the folder's model as lab/bert, as the hub's client keeps it:
+    by links."""
     repository = tmp_path / "cache" / "models--lab--bert"
     snapshot = repository / "snapshots" / "abc"
     shutil.copytree(folder, repository / "blobs")
@@ -405,9 +405,11 @@ REFUSED = {
     ),
     "'model.safetensors' is not the file that was saved": flipped("model.safetensors"),
     "'config.json' is not the file that was saved": flipped("config.json"),
-}
-REFUSED |= {
-    said: config(**changes) for said, changes in cases("configurations that no verb takes").items()
+    "1000000 layers in config.json, 2 in the weights": config(num_hidden_layers=1_000_000),
+    "token_type_embeddings.weight is .*, .* by config.json": config(type_vocab_size=9),
+    "word_embeddings.weight is .*, .* by config.json": config(vocab_size=10_000_000),
+    "config.json has quantization_config": config(quantization_config={"load_in_8bit": 1}),
+    "config.json has transformers_weights": config(transformers_weights="x.bin"),
 }
 # ... and for what an encoder need not have that is trained.
 REFUSED_TO_ANSWER = {
@@ -429,10 +431,12 @@ REFUSED_TO_ANSWER = {
 def test_model_folders_that_are_refused(folder, message, monkeypatch, capfd):
     monkeypatch.chdir(folder.parent)
     (REFUSED | REFUSED_TO_ANSWER)[message](folder)
-    monkeypatch.setattr(
-        "sys.stdin", io.StringIO("y\n" * 9)
-    )  # whoever asks whether to trust code hears yes
-    for use in (load_qa_model, train_from) if message in REFUSED else (load_qa_model,):
+    # Whoever asks whether to trust code hears yes.
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n" * 9))
+    uses = [load_qa_model]
+    if message in REFUSED:
+        uses.append(train_from)
+    for use in uses:
         refused(f"model.*: .*{message}", use, folder)
         assert not (folder.parent / "ran").exists()
     assert "LOAD REPORT" not in capfd.readouterr().err
@@ -468,16 +472,24 @@ def test_preset_answerable_takes_no_question_without_an_answer():
     )
 
 
-def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(model):
-    assert window_lengths(model) == (48, 16), "384 and 128, of a model with 48 positions"
-    for tokens, stride, found in (
+def test_windows_are_those_of_the_reference_script_where_a_models_config_says_none(model):
+    assert window_lengths(model) == (48, 16), "384 and 128, cut to the model's 48 positions"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "stride", "lengths"),
+    [
         (40, 10, (40, 10)),
-        (96, 32, (48, 16)),
-        ("abc", 1, (48, 16)),
-        (8, 9, (48, 16)),
-    ):
-        own = bert(max_position_embeddings=48, window_tokens=tokens, window_stride=stride)
-        assert window_lengths(SimpleNamespace(config=own)) == found
+        (96, 32, (48, 16)),  # more than the positions
+        ("abc", 1, (48, 16)),  # no number
+        (8, 9, (48, 16)),  # a stride that is too long
+    ],
+)
+def test_windows_are_as_long_as_the_models_config_says_and_its_positions_allow(
+    tokens, stride, lengths
+):
+    changed = bert(max_position_embeddings=48, window_tokens=tokens, window_stride=stride)
+    assert window_lengths(SimpleNamespace(config=changed)) == lengths
 
 
 def train_from(folder):
@@ -522,7 +534,8 @@ def test_a_kept_model_holds_digests_that_sha256sum_reads_and_is_replaced_whole(t
     refused(r"config\.json was added after", load_qa_model, folder)
 
 
-def test_a_forward_pass_has_more_tokens_where_much_memory_is_free(monkeypatch):
-    for free, tokens in ((2**35, 16_384), (2**35 + 1, 65_536)):
-        monkeypatch.setattr("torch.cuda.mem_get_info", lambda _, free=free: (free, 2**37))
-        assert (tokens_at_once("cuda"), tokens_at_once("cpu")) == (tokens, 16_384)
+@pytest.mark.parametrize(("free", "tokens"), [(2**35, 16_384), (2**35 + 1, 65_536)])
+def test_a_forward_pass_has_more_tokens_where_much_memory_is_free(free, tokens, monkeypatch):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, 2**37))
+    assert tokens_at_once("cuda") == tokens
+    assert tokens_at_once("cpu") == 16_384

@@ -1,4 +1,5 @@
-"""What people's files and models have: numbers for ids, equal ids in two files, a mark in front, capitals, length."""
+"""What people's files and models have: numbers for ids, equal ids in two files, a mark in front,
+capitals, length."""
 
 import json
 import logging

@@ -70,7 +70,8 @@ def test_sums_run_in_the_datas_order():
 
 
 def official_normal(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole runs of letters."""
+    """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole
+    runs of letters."""
     runs = re.split(
         r"(\w+)", "".join(letter for letter in text.lower() if letter not in string.punctuation)
     )
@@ -93,8 +94,8 @@ def official_f1(gold: str, predicted: str) -> float:
 
 
 def official(examples, texts, odds, threshold) -> dict[str, float]:
-    """The official script's figures from their description (Rajpurkar, Jia, Liang 2018; worksheet and script of
-    SQuAD v2.0), with nothing of qa_lib; for odds that differ."""
+    """The official script's figures from their description (Rajpurkar, Jia, Liang 2018; worksheet
+    and script of SQuAD v2.0), with nothing of qa_lib; for odds that differ."""
     raw = {"exact": {}, "f1": {}}
     found = {}
     for example in examples:
@@ -120,7 +121,8 @@ def official(examples, texts, odds, threshold) -> dict[str, float]:
                     len(group),
                 )
     for name, values in raw.items():
-        # Silence on all, then each threshold. A text for a question without an answer is wrong here, whatever it is.
+        # Silence on all, then each threshold. A text for a question without an answer is wrong
+        # here, whatever it is.
         tries = [(sum(not answered for answered in has.values()), 0.0)]
         for at in sorted(odds.values()):
             gains = [values[key] if has[key] else not texts[key] for key in has if odds[key] <= at]
@@ -247,7 +249,8 @@ def test_command_line_errors_name_the_file(files):
         refused(rf"predictions\.json{said}", run, files.data, files.predictions)
 
 
-# The official script (evaluate-v2.0.py), step by step, over the data's JSON: what it looks at, and in which order.
+# The official script (evaluate-v2.0.py), step by step, over the data's JSON: what it looks at, and
+# in which order.
 
 
 def official_figures(data: dict, texts: dict, odds: dict | None, threshold: float) -> dict:
@@ -290,8 +293,9 @@ def official_figures(data: dict, texts: dict, odds: dict | None, threshold: floa
 
 
 def odd_files(seed: int) -> tuple[dict, dict, dict]:
-    """A data file as people have them, with predictions and odds: flags that contradict, places that are wrong, null or
-    text, titles of any kind, empty texts, ids that are numbers or come twice, and predictions for further questions."""
+    """A data file as people have them, with predictions and odds: flags that contradict, places
+    that are wrong, null or text, titles of any kind, empty texts, ids that are numbers or come
+    twice, and predictions for further questions."""
     draw = random.Random(seed)
     examples, texts, odds = fuzzed(seed)
     entries = []

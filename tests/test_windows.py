@@ -1,4 +1,5 @@
-"""Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's search."""
+"""Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's
+search."""
 
 import itertools
 from functools import partial
@@ -53,7 +54,8 @@ def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
 
 
 def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
-    """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
+    """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and
+    a plain search."""
     samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
     wanted = overflow(
@@ -152,7 +154,8 @@ EDGES += ["wwwwww" * 30]
 
 
 def edges(longest: int) -> list[Example]:
-    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges of every window."""
+    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges
+    of every window."""
     pairs = itertools.product(enumerate(EDGES), enumerate(EDGES))
     examples = [
         Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest
@@ -189,7 +192,8 @@ def test_any_text(small, data):
 
 
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
-    """A Hangul syllable is taken apart into letters, which are tokens with one and the same offset."""
+    """A Hangul syllable is taken apart into letters, which are tokens with one and the same
+    offset."""
     tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
     context = "각흙가나" * 9
     assert len(tokenizer(context, add_special_tokens=False)["input_ids"]) > 2 * len(context)
@@ -263,7 +267,8 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
 
 @pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
-    """An added token that swallows blanks, another normaliser, another splitter: words depend on their neighbours."""
+    """An added token that swallows blanks, another normaliser, another splitter: words depend on
+    their neighbours."""
     examples = [
         Example("q", "", "where  <b> is", TEXT + " <b> x"),
         Example("r", "", "  é", "a  b " * 30),
