@@ -182,8 +182,11 @@ def test_nan_inside_a_window_names_the_question(samples, value):
     row = len(samples) // 2
     both[1, row, samples.lengths[row] - 1] = value
     key = EXAMPLES[samples.example[row]].id
-    said = rf"^article 'Rivers', question '{key}', window {row}: a logit is NaN or \+inf \(.* of other windows\)"
-    refused(said, decode, samples, EXAMPLES, *in_order(samples, both))
+    message = (
+        rf"^article 'Rivers', question '{key}', window {row}: "
+        r"a logit is NaN or \+inf \(.* of other windows\)"
+    )
+    refused(message, decode, samples, EXAMPLES, *in_order(samples, both))
 
 
 def test_minus_infinity_is_a_logit_like_any_other(samples):
@@ -243,9 +246,8 @@ def test_as_many_windows_as_squads_validation_set_has_take_seconds():
     samples = built(examples, trained_tokenizer([TEXT] * 3, 300))
     rows = in_order(samples, logits(samples))
     ours, _ = best_of(7, lambda: decode(samples, examples, *rows))
-    assert (
-        ours * 12_000 / len(samples) < 3
-    )  # 1.7 on a slow and busy machine, where the double loop takes 7
+    # 1.7 on a slow and busy machine, where the double loop takes 7.
+    assert ours * 12_000 / len(samples) < 3
 
 
 # The failed ablation A4-b: which fault the reference project's numbers point to, and that it cannot
@@ -255,15 +257,16 @@ def test_as_many_windows_as_squads_validation_set_has_take_seconds():
 # healthy run had 73.78 and 77.23, on the SQuAD v2 dev set, of whose 11,873 questions 5,945 have no
 # answer. Two faults were candidates:
 #
-#   wrong join     the model is fine, but its outputs, computed in order of length, go to other questions. What is
-#                  answered is then independent of what was asked:
-#                      exact = P(answered null) P(no answer) + P(answered a span) P(answerable) P(right by chance)
-#                  The last factor is about 0, so 25.82 needs P(answered null) = 0.52: what a model that knows the data
-#                  does, half of whose questions have no answer. F1 is a little higher, by words shared by chance.
-#   wrong labels   training sees the labels of other windows. The best a model can then learn is how often each position
-#                  is the label, whatever the input: a loss as high as that distribution's entropy (4.4 nats on
-#                  ../shared/squad's train file), and [CLS], the commonest position, answered always: exact = F1 =
-#                  P(no answer) = 50.07.
+# - wrong join: the model is fine, but its outputs, computed in order of length, go to other
+#   questions. What is answered is then independent of what was asked:
+#       exact = P(null answered) P(no answer) + P(span answered) P(answerable) P(right by chance)
+#   The last factor is about 0, so 25.82 needs P(null answered) = 0.52: what a model that knows the
+#   data does, half of whose questions have no answer. F1 is a little higher, by words shared by
+#   chance.
+# - wrong labels: training sees the labels of other windows. The best a model can then learn is how
+#   often each position is the label, whatever the input: a loss as high as that distribution's
+#   entropy (4.4 nats on ../shared/squad's train file), and [CLS], the commonest position, answered
+#   always: exact = F1 = P(no answer) = 50.07.
 #
 # The loss is healthy, exact is half of P(no answer), F1 is above exact: it is the join, which is
 # what A4-b keeps.

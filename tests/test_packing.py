@@ -387,9 +387,8 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
-    even = torch.zeros(
-        480, 4, 32, device=DEVICE, dtype=dtype
-    )  # equal scores: the output is the share that is kept
+    # Equal scores: the output is the share that is kept.
+    even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)
     kept = attend(kind, even, even, torch.ones_like(even), segments(kind, [96] * 5, 96), 0.5, 0.2)[
         :, :, 0
     ].float()

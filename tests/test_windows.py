@@ -54,53 +54,65 @@ def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
 
 
 def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
-    """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and
-    a plain search."""
+    """Return the samples of `examples`, after all of their arrays were held against the tokenizer's
+    own overflow and a plain search."""
     samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
-    wanted = overflow(
-        tokenizer, questions, [example.context for example in examples], max_length, stride
-    )
-    n = len(wanted["input_ids"])
-    assert samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
+    contexts = [example.context for example in examples]
+    wanted = overflow(tokenizer, questions, contexts, max_length, stride)
+    offsets = [
+        without_blanks(wanted, window, questions, contexts)
+        for window in range(len(wanted["input_ids"]))
+    ]
+    check_tokens(samples, wanted, offsets, max_length)
+    check_token_types(samples, wanted, max_length)
+    check_labels(samples, wanted, offsets, examples)
+    return samples
+
+
+def check_tokens(samples: Samples, wanted, offsets: list, max_length: int) -> None:
+    assert samples.lengths.tolist() == [len(ids) for ids in wanted["input_ids"]]
     assert samples.lengths.max() <= max_length
     assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
-    places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
-    assert np.array_equal(samples.offsets, np.concatenate(places))
-    batch = samples.batch(np.arange(n), max_length)
+    assert np.array_equal(samples.offsets, np.concatenate(offsets))
+
+
+def check_token_types(samples: Samples, wanted, max_length: int) -> None:
+    batch = samples.batch(np.arange(len(samples)), max_length)
     if "token_type_ids" in batch:
         types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
         assert np.array_equal(types, np.concatenate(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
-    of_context = {number: [] for number in range(len(examples))}
-    for i, number in enumerate(samples.example.tolist()):
-        first, stop = samples.context[i]
-        of_context[number] += places[i][first:stop]
-    for i, (first, stop) in enumerate(samples.context.tolist()):
-        assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(
-            range(first, stop)
-        )
-        number = samples.example[i]
+
+
+def check_labels(samples: Samples, wanted, offsets: list, examples: list[Example]) -> None:
+    of_context = {number: [] for number in range(len(examples))}  # offsets, by example
+    for window, number in enumerate(samples.example.tolist()):
+        first, stop = samples.context[window]
+        of_context[number] += offsets[window][first:stop]
+    for window, (first, stop) in enumerate(samples.context.tolist()):
+        origins = wanted.sequence_ids(window)
+        assert [i for i, text in enumerate(origins) if text == 1] == list(range(first, stop))
+        number = samples.example[window]
         span = plain_span(of_context[number], examples[number].answers)
-        positions = plain_positions(places[i], first, stop - 1, span)
-        assert (samples.start_positions[i], samples.end_positions[i]) == positions
-    return samples
+        start, end = plain_positions(offsets[window], first, stop - 1, span)
+        assert samples.start_positions[window] == start
+        assert samples.end_positions[window] == end
 
 
 def without_blanks(
-    wanted, window: int, questions: list[str], examples: list[Example]
+    wanted, window: int, questions: list[str], contexts: list[str]
 ) -> list[tuple[int, int]]:
-    """The offsets of a window's tokens, without a blank that a longer token begins with."""
+    """Return the offsets of a window's tokens, without a blank that a longer token begins with."""
     number = wanted["overflow_to_sample_mapping"][window]
+    texts = {None: "", 0: questions[number], 1: contexts[number]}
+    places = zip(wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True)
     found = []
-    texts = {None: "", 0: questions[number], 1: examples[number].context}
-    for (begin, end), whose in zip(
-        wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True
-    ):
-        blank = end - begin > 1 and texts[whose][begin] == " "
-        found.append((begin + blank, end))
+    for (begin, end), origin in places:
+        has_blank = end - begin > 1 and texts[origin][begin] == " "
+        found.append((begin + has_blank, end))
     return found
 
 
@@ -297,7 +309,7 @@ SPLITTING_BYTES = [
 @pytest.mark.parametrize(
     "learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"]
 )
-def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(
+def test_tokenizers_that_split_bytes_give_their_own_overflow_and_no_answer_with_a_blank(
     learn,
 ):
     """No token types, blanks that belong to words, several tokens for a character."""

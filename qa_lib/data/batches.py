@@ -1,4 +1,4 @@
-"""Which samples make up which micro-batch: a function of seed and step, so that a run can resume."""
+"""Which samples make up which micro-batch, by seed and step alone, so that a run can resume."""
 
 from functools import lru_cache
 

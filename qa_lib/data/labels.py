@@ -27,9 +27,8 @@ class Golds:
     # int64 [examples, 2]: the first character of the answer's tokens in the paragraph, and one past
     # the last; 0 and 0 where there is no answer, or none that tokens have
     spans: np.ndarray
-    tokens: (
-        np.ndarray
-    )  # int32 [examples]: tokens of the answer; 0 where there is none, or TOKENLESS
+    # int32 [examples]: tokens of the answer; 0 where there is none, TOKENLESS where it has none
+    tokens: np.ndarray
 
 
 class TokenSearch:
@@ -64,28 +63,32 @@ class TokenSearch:
         """
         reached = np.maximum.accumulate(self.begins)
         remaining = np.minimum.accumulate(self.ends[::-1])[::-1]
-        one = np.searchsorted(reached, rows * ROW_KEY + begin, side="right") - 1
-        other = np.searchsorted(remaining, rows * ROW_KEY + finish, side="left")
-        first = np.minimum(one, other) - self.starts[rows]
-        last = np.maximum(one, other) - self.starts[rows]
+        last_to_begin = np.searchsorted(reached, rows * ROW_KEY + begin, side="right") - 1
+        first_to_end = np.searchsorted(remaining, rows * ROW_KEY + finish, side="left")
+        first = np.minimum(last_to_begin, first_to_end) - self.starts[rows]
+        last = np.maximum(last_to_begin, first_to_end) - self.starts[rows]
         return first, last
 
     def covered(
         self, rows: np.ndarray, begin: np.ndarray, finish: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return which texts from `begin` to `finish` have tokens, and the characters of these.
+        """Return which texts of `rows`, from `begin` to `finish`, have tokens, and these tokens'
+        characters.
 
-        The results are bool [n], and int64 [n] twice: the first character of the tokens that share
-        any with the text, and one past the last; of no meaning where there is no such token.
+        The arguments are int [n]. The results are bool [n], and int64 [n] twice: the first
+        character of the tokens that share any with the text, and one past the last, which mean
+        nothing where there is no such token.
         """
         begin_key = rows * ROW_KEY + begin
         finish_key = rows * ROW_KEY + finish
         # Offsets may step back, so that these bounds hold more than the tokens that are looked for.
-        low = np.searchsorted(np.maximum.accumulate(self.ends), begin_key, side="right")
-        reversed_minimum = np.minimum.accumulate(self.begins[::-1])
-        high = np.searchsorted(reversed_minimum[::-1], finish_key, side="left")
+        latest_end = np.maximum.accumulate(self.ends)
+        earliest_begin = np.minimum.accumulate(self.begins[::-1])[::-1]
+        low = np.searchsorted(latest_end, begin_key, side="right")
+        high = np.searchsorted(earliest_begin, finish_key, side="left")
         count = np.maximum(high - low, 0)
 
+        # All pairs of a text and a token within its bounds.
         token = ranges(low, count)
         text = np.repeat(np.arange(len(rows)), count)
         shares = self.begins[token] < finish_key[text]
@@ -171,10 +174,11 @@ def answer_positions(
 
 
 def answer_limit(samples, least: int) -> int:
-    """Return how many tokens an answer may need to be given as long as the gold answers.
+    """Return how many tokens an answer needs to be given as long as the gold answers are.
 
-    That is as many as all but the longest 0.1 % of the gold answers have that a window of `samples`
-    holds, and at least `least`. A gold answer that is a paragraph by mistake does not count.
+    All but the longest 0.1 % of the gold answers that a window of `samples` (data/windows.py) holds
+    have no more; it is at least `least`. A gold answer that is a paragraph by mistake does not
+    count.
     """
     lengths = samples.gold_tokens[samples.held]
     if not len(lengths):

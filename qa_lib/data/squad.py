@@ -26,12 +26,10 @@ class Source:
 
     name: str  # what the user asked for, a path as it was given
     digest: Callable[[], str]  # the content's hash as stored (hex), unparsed; raises DataError
-    rows: Callable[
-        [], Iterable
-    ]  # reads from the start: `Row`s, or a text's lines; raises DataError
-    labelled: bool = (
-        True  # without it gold answers are left out, and need be neither there nor right
-    )
+    # Reads from the start: `Row`s of questions, or a text's lines. Raises DataError.
+    rows: Callable[[], Iterable]
+    # Without it gold answers are left out, and need be neither there nor right.
+    labelled: bool = True
 
     @cached_property
     def sha256(self) -> str:
@@ -69,8 +67,7 @@ def open_source(source: str | os.PathLike, split: str, labelled: bool = True) ->
       - "synthetic:2000": 2,000 generated questions (the two splits use different seeds),
       - a .json file in the official nested layout, v1.1 or v2.0,
       - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
-      - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict with the
-      split),
+      - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict of splits),
       - a name on the Hugging Face hub, such as "squad_v2".
     `labelled` is that of Source.
     Raises DataError if there is no such data set, and on first use of the result if it is bad.
