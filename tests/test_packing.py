@@ -39,9 +39,8 @@ def gpu_ops_without_a_gpu():
         return
 
     def laid(heads_first):
-        return (
-            heads_first.transpose(1, 2).contiguous().transpose(1, 2)
-        )  # in memory as the GPU's op returns it
+        """Lay a tensor out in memory as the GPU's op returns it."""
+        return heads_first.transpose(1, 2).contiguous().transpose(1, 2)
 
     def shares(query, key, bias, dropout, scale, seed):
         random = torch.rand(bias.shape, generator=torch.Generator().manual_seed(int(seed)))
@@ -63,9 +62,8 @@ def gpu_ops_without_a_gpu():
         assert bias.shape[-1] % 16 == 0
         share, kept = shares(query, key, bias, dropout, scale, seed)
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
-        return *map(
-            laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)
-        ), bias.new_empty(0)
+        gradients = (slope @ key, slope.mT @ query, (share * kept).mT @ grad)
+        return *map(laid, gradients), bias.new_empty(0)
 
     stand_ins = library.Library("aten", "IMPL")
     stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
@@ -80,25 +78,31 @@ def samples():
 
 
 def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
-    own = {"compile": "none"} | ({"attention": attention} if attention else {})
-    own |= {"precision": "bf16"} if attention == "flash" else {}
-    return planned(
-        variant, settings=own | (settings or {}), sizes={"steps": 8} | sizes, data="synthetic:200"
-    )
+    """Return the spec of a short run, not compiled, with this kernel and these settings."""
+    changes = {"compile": "none"}
+    if attention:
+        changes["attention"] = attention
+    if attention == "flash":
+        changes["precision"] = "bf16"
+    changes |= settings or {}
+    return planned(variant, settings=changes, sizes={"steps": 8} | sizes, data="synthetic:200")
 
 
 def segments(kind, lengths, limits) -> Segments:
-    """Of a row of segments of these lengths, for a kernel; one limit stands for all of them."""
-    limits = limits if isinstance(limits, list) else [limits] * len(lengths)
-    ends = torch.tensor(
-        [0, *np.cumsum(limits if kind == "efficient" else lengths)],
-        dtype=torch.int32,
-        device=DEVICE,
-    )
+    """Return the segments of a row of samples of these lengths, for a kernel.
+
+    One limit stands for all of them.
+    """
+    if not isinstance(limits, list):
+        limits = [limits] * len(lengths)
+    widths = limits if kind == "efficient" else lengths
+    ends = torch.tensor([0, *np.cumsum(widths)], dtype=torch.int32, device=DEVICE)
+    if kind != "efficient":
+        return Segments(ends, limits, None)
     bias = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
     for begin, length in zip(ends, lengths, strict=False):
         bias[begin : begin + length] = 0
-    return Segments(ends, limits, bias if kind == "efficient" else None)
+    return Segments(ends, limits, bias)
 
 
 def attend(kind, query, key, value, *rest):
@@ -120,46 +124,66 @@ def test_dealing_balances_and_loses_nothing():
     assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
-def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_within_their_limits(
-    samples,
-):
+def packed_sequences(samples):
+    """Return the micro-batches of a run, and their arrays."""
     batches = PackedBatches(samples, spec_of())
     dealt = micro_batches(batches, batches.steps)
-    rows = [batches.arrays(m) for m in dealt]
-    assert len({tuple((name, array.shape) for name, array in row.items()) for row in rows}) == 1
+    return batches, dealt, [batches.arrays(indices) for indices in dealt]
+
+
+def test_every_packed_sequence_has_one_shape(samples):
+    batches, _, rows = packed_sequences(samples)
+    shapes = {tuple((name, array.shape) for name, array in row.items()) for row in rows}
+    assert len(shapes) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
-    assert sum(samples.lengths[m].sum() for m in dealt) / (len(rows) * batches.budget) > 0.8
+
+
+def test_packed_sequences_have_little_padding(samples):
+    batches, dealt, _ = packed_sequences(samples)
+    tokens = sum(samples.lengths[indices].sum() for indices in dealt)
+    assert tokens / (len(dealt) * batches.budget) > 0.8
+
+
+def test_segments_fill_the_budget_and_are_within_their_limits(samples):
+    batches, _, rows = packed_sequences(samples)
     lengths = np.diff([row["cu_seqlens"] for row in rows])
     assert {*lengths.sum(1)} == {batches.budget}
-    assert {*lengths.ravel()} <= {*range(97)}
+    assert lengths.min() >= 0
+    assert lengths.max() <= 96
     room = batches.limits - np.max(lengths, axis=0)
-    assert room.min() >= 0, "no limit is an alignment too high"
+    assert room.min() >= 0
     assert room.max() < 64, "no limit is an alignment too high"
 
 
-def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(samples):
+def test_places_have_few_lengths_and_make_up_the_budget(samples):
     batches = PackedBatches(samples, spec_of(attention="efficient"))
     assert batches.budget == sum(batches.limits)
     assert len(set(batches.limits)) <= CALLS
     assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
+
+
+def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(samples):
+    batches = PackedBatches(samples, spec_of(attention="efficient"))
     for indices in micro_batches(batches, batches.steps):
         row = batches.arrays(indices)
-        plain = Batches(samples, batches.spec).arrays(indices)
-        tokens = samples.lengths[indices].sum()
-        assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (
-            batches.limits,
-            tokens,
-        )
-        for number, (begin, length) in enumerate(
-            zip(row["cu_seqlens"], samples.lengths[indices], strict=False)
-        ):
+        padded = Batches(samples, batches.spec).arrays(indices)
+        lengths = samples.lengths[indices]
+        assert list(np.diff(row["cu_seqlens"])) == batches.limits
+        assert (row["bias"] == 0).sum() == lengths.sum()
+        for number, length in enumerate(lengths):
+            begin = row["cu_seqlens"][number]
             place = slice(begin, begin + length)
             assert (row["bias"][place] == 0).all()
             assert list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
-                assert (row[name][0, place] == plain[name][number, :length]).all()
-    for wrong in (batches.step(0)[0][::-1], batches.step(0)[0][1:]):
-        refused("not for places of", batches.arrays, wrong)
+                assert (row[name][0, place] == padded[name][number, :length]).all()
+
+
+def test_samples_that_do_not_fit_their_places_are_refused(samples):
+    batches = PackedBatches(samples, spec_of(attention="efficient"))
+    indices = batches.step(0)[0]
+    refused("not for places of", batches.arrays, indices[::-1])
+    refused("not for places of", batches.arrays, indices[1:])
 
 
 def test_few_limits_are_the_best_few():
