@@ -14,7 +14,8 @@ from tokenizers import BertWordPieceTokenizer
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.examples import Example
+from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.records.record import finish, new_record, read_record

@@ -1,4 +1,5 @@
-"""How long an answer may be: an argument of every way to answer, by default what the training answers need."""
+"""How long an answer may be: an argument of every way to answer, by default what the training
+answers need."""
 
 import json
 from types import SimpleNamespace
@@ -7,8 +8,8 @@ import pytest
 import torch
 
 from qa_lib import ask, plan
+from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
-from qa_lib.data.squad import Example
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.lab import sweep
 from qa_lib.lab.app.choices import named
@@ -45,7 +46,8 @@ def test_presets_of_the_protocol_keep_30_tokens_and_their_hashes():
 
 def test_another_length_is_another_run_and_is_handed_to_its_notebook(tmp_path):
     spec = planned("A1", max_answer_length=50)
-    assert spec.preset.max_answer_length == 50 and spec.hash != planned("A1").hash
+    assert spec.preset.max_answer_length == 50
+    assert spec.hash != planned("A1").hash
     assert sweep.notebook_parameters(spec, tmp_path)["max_answer_length"] == 50
     assert "max_answer_length" not in sweep.notebook_parameters(planned("A1"), tmp_path)
 
@@ -54,7 +56,8 @@ def test_30_tokens_that_were_asked_for_are_not_what_the_training_answers_need():
     sources = {"data": "synthetic:40", "model": "tiny", "machine": CPU}
     (usual,) = plan(["A1"], "local", **sources)
     (given,) = plan(["A1"], "local", **sources, max_answer_length=30)
-    assert usual.preset.max_answer_length is None and usual.run_id != given.run_id
+    assert usual.preset.max_answer_length is None
+    assert usual.run_id != given.run_id
 
 
 @pytest.mark.parametrize("wrong", [-1, 1.5, "x", True, 2**31])
@@ -75,7 +78,8 @@ def test_every_verb_that_decodes_takes_it(verb):
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, one_thread):
     """A run on answers of 40 words at preset local, its folder, and what it said."""
-    folder, said = tmp_path_factory.mktemp("lab"), []
+    folder = tmp_path_factory.mktemp("lab")
+    said = []
     squad = squad_folder(folder / "squad", PARAGRAPH, LONG)
     sizes = {"steps": 40, "epochs": None, "measure_from": 1, "checkpoint_every": 0}
     spec = planned(
@@ -117,7 +121,8 @@ def test_the_trained_model_answers_as_long_wherever_it_is_asked(trained, tmp_pat
         typed("predict --model", trained.model, data, "--out", tmp_path / "out", *words)
         listed = json.loads((tmp_path / "out" / "nbest_predictions.json").read_text())
         found = longest({"nbest": listed["q"]})
-        assert found <= most and (found > 30) == (most == 40)
+        assert found <= most
+        assert (found > 30) == (most == 40)
         words = ("--question", "who came?", "--context", PARAGRAPH, *words)
         text = json.loads(typed("predict --model", trained.model, *words))["answer"]
         assert len(text.split()) <= most

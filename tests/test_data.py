@@ -1,4 +1,4 @@
-"""Every source gives the same examples; every broken one a single line that names file, article and question."""
+"""Every source gives the same examples; every broken one is refused in one line that says where."""
 
 import shutil
 from unittest.mock import Mock
@@ -6,26 +6,28 @@ from unittest.mock import Mock
 import datasets
 import pytest
 
-from qa_lib.data.squad import Example, open_source
-from tests.material import cases, document, hub_row, question, real_squad, refused, write
+from qa_lib.data.examples import Example
+from qa_lib.data.squad import open_source
+from tests.material import document, hub_row, question, real_squad, refused, write
 
 CONTEXT = "The Rhine flows north. The Rhône flows south. 🙂 Both rise in the Alps."
 GOLD = ("north", CONTEXT.index("north"))
-OTHER, GOLDS = "🙂 “sea” 1,000 the Rhône sea", (("“sea”", 2), ("🙂", 0), ("sea", 24))
-SECOND = (OTHER, [question("q3", "What?", *GOLDS)])
+OTHER_CONTEXT = "🙂 “sea” 1,000 the Rhône sea"
+OTHER_GOLDS = (("“sea”", 2), ("🙂", 0), ("sea", 24))
 GOOD = document(
-    (CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]), SECOND
+    (CONTEXT, [question("q1", "Where does the Rhine flow?", GOLD), question("q2", "Why?")]),
+    (OTHER_CONTEXT, [question("q3", "What?", *OTHER_GOLDS)]),
 )
-FIRST = Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,))
+# The questions of GOOD.
 EXPECTED = [
-    FIRST,
+    Example("q1", "Rivers", "Where does the Rhine flow?", CONTEXT, (GOLD,)),
     Example("q2", "Rivers", "Why?", CONTEXT),
-    Example("q3", "Rivers", "What?", OTHER, GOLDS),
+    Example("q3", "Rivers", "What?", OTHER_CONTEXT, OTHER_GOLDS),
 ]
 
 
-def flat(splits=("train", "validation")):
-    """The hub's layout of EXPECTED."""
+def flat(splits=("train", "validation")) -> datasets.DatasetDict:
+    """Return EXPECTED in the hub's layout, as every one of these splits."""
     rows = [hub_row(e.id, e.title, e.question, e.context, *e.answers) for e in EXPECTED]
     answers = {
         "text": datasets.List(datasets.Value("string")),
@@ -46,32 +48,38 @@ def examples_of(source, split="train", **more) -> list[Example]:
 def test_files_and_folders_in_the_nested_layout(tmp_path, name):
     split, other = ("train", "validation") if name.startswith("train") else ("validation", "train")
     file = write(tmp_path / name, GOOD)
-    assert examples_of(file, split) == examples_of(str(tmp_path), split) == EXPECTED
+    assert examples_of(file, split) == EXPECTED
+    assert examples_of(str(tmp_path), split) == EXPECTED
     refused(rf"no {other}\.json or .* in this folder", open_source, tmp_path, other)
 
 
-def test_saved_datasets(tmp_path):
-    for name, data in (
-        ("both", flat()),
-        ("one", flat()["train"]),
-        ("train-only", flat(("train",))),
-    ):
-        data.save_to_disk(tmp_path / name)
-    assert (
-        examples_of(tmp_path / "both", "validation")
-        == examples_of(tmp_path / "one", "validation")
-        == EXPECTED
-    )
+def test_a_saved_dataset_with_splits_and_one_without_are_read(tmp_path):
+    flat().save_to_disk(tmp_path / "both")
+    flat()["train"].save_to_disk(tmp_path / "one")
+    assert examples_of(tmp_path / "both", "validation") == EXPECTED
+    assert examples_of(tmp_path / "one", "validation") == EXPECTED
+
+
+def test_a_saved_dataset_without_the_split_is_refused(tmp_path):
+    flat(("train",)).save_to_disk(tmp_path / "train-only")
     refused(
         "no data set of save_to_disk with a split 'validation'",
         open_source,
         tmp_path / "train-only",
         "validation",
     )
+
+
+def test_copies_of_a_saved_dataset_have_one_hash(tmp_path):
+    flat()["train"].save_to_disk(tmp_path / "one")
     copy = shutil.copytree(tmp_path / "one", tmp_path / "copy")
     assert open_source(tmp_path / "one", "train").sha256 == open_source(copy, "train").sha256
-    next(copy.glob("*.arrow")).write_bytes(b"junk")
-    refused("copy", examples_of, copy)
+
+
+def test_a_damaged_saved_dataset_is_refused(tmp_path):
+    flat()["train"].save_to_disk(tmp_path / "damaged")
+    next((tmp_path / "damaged").glob("*.arrow")).write_bytes(b"junk")
+    refused("damaged", examples_of, tmp_path / "damaged")
 
 
 def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
@@ -79,7 +87,8 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", load)
     source = open_source("squad_v2", "validation")
     assert not load.called
-    assert source.examples == EXPECTED and len(source.sha256) == 64
+    assert source.examples == EXPECTED
+    assert len(source.sha256) == 64
     load.assert_called_once_with("squad_v2", split="validation")
     assert examples_of("someone/squad") == EXPECTED
     load.side_effect = ConnectionError("no network\nat all")
@@ -101,20 +110,24 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
         )
 
 
-def test_synthetic_source():
-    train, validation = (
-        open_source("synthetic:50", "train"),
-        open_source("synthetic:50", "validation"),
-    )
-    assert len(train.examples) == len(validation.examples) == 50
-    assert train.examples != validation.examples and train.sha256 != validation.sha256
-    assert (
-        train.sha256
-        == open_source("synthetic:50", "train").sha256
-        != open_source("synthetic:51", "train").sha256
-    )
-    for wrong in ("", "0", "-1", "x", "9" * 5000):
-        refused("synthetic:2000", open_source, f"synthetic:{wrong}", "train")
+def test_synthetic_splits_are_different_questions_of_the_wanted_number():
+    train = open_source("synthetic:50", "train")
+    validation = open_source("synthetic:50", "validation")
+    assert len(train.examples) == 50
+    assert len(validation.examples) == 50
+    assert train.examples != validation.examples
+    assert train.sha256 != validation.sha256
+
+
+def test_a_synthetic_hash_follows_the_number_of_questions():
+    first = open_source("synthetic:50", "train").sha256
+    assert open_source("synthetic:50", "train").sha256 == first
+    assert open_source("synthetic:51", "train").sha256 != first
+
+
+@pytest.mark.parametrize("count", ["", "0", "-1", "x", "9" * 5000], ids=lambda count: count[:3])
+def test_a_synthetic_source_of_no_number_is_refused(count):
+    refused("synthetic:2000", open_source, f"synthetic:{count}", "train")
 
 
 @pytest.mark.parametrize(
@@ -129,13 +142,14 @@ def test_a_source_that_is_not_there(name, tmp_path, monkeypatch):
 def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     source = open_source(write(tmp_path / "a.json", GOOD), "train")
     copy = open_source(write(tmp_path / "b.json", GOOD), "validation")
-    assert source.sha256 == copy.sha256 and "examples" not in vars(source)
+    assert source.sha256 == copy.sha256
+    assert "examples" not in vars(source)
     (tmp_path / "b.json").write_text("{broken")
     assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
 
 
 def test_what_is_odd_but_fine(tmp_path):
-    """Of version 1, for one, which has no is_impossible."""
+    """A byte order mark, empty texts, and version 1.1, which has no is_impossible."""
     old = {"id": "c", "question": "old", "answers": [{"text": GOLD[0], "answer_start": GOLD[1]}]}
     odd = document(
         ("", [question("a", "")]),
@@ -148,35 +162,127 @@ def test_what_is_odd_but_fine(tmp_path):
     assert {e.question: e.answers for e in examples_of(file)} == {"": (), "old": (GOLD,), "  x": ()}
 
 
-# The one entry of a paragraph, and what is said of it; and a whole file.
-BAD = {
-    name: (document((CONTEXT, [entry])), said)
-    for name, (entry, said) in cases("bad entries").items()
+# For each fault: the one question of a paragraph, and what the message says.
+IMPOSSIBLE = {"id": "q1", "question": "x", "answers": [], "is_impossible": True}
+
+
+def answered(text, start, **more) -> dict:
+    """A question whose one answer may be anything."""
+    return {"id": "q1", "question": "x", "answers": [{"text": text, "answer_start": start}], **more}
+
+
+PLACE = "article 0 'Rivers', question 'q1': "
+BAD_QUESTIONS = {
+    "no object": (17, "article 0 'Rivers': .*no text under 'id'"),
+    "id no text": (IMPOSSIBLE | {"id": 7.5}, "article 0 'Rivers': .*no text under 'id'"),
+    "true id": (IMPOSSIBLE | {"id": True}, "article 0 'Rivers': .*no text under 'id'"),
+    "no question": (IMPOSSIBLE | {"question": None}, PLACE + ".*no text under 'question'"),
+    "half a character": (
+        IMPOSSIBLE | {"question": "x \ud83d"},
+        PLACE + "the question holds half",
+    ),
+    "answers no list": (IMPOSSIBLE | {"answers": {}}, PLACE + ".*no list under 'answers'"),
+    "no answers": (
+        {"id": "q1", "question": "x", "is_impossible": True},
+        f"1 questions have no gold answers .*{PLACE}.*no list under 'answers'",
+    ),
+    "null answers": (
+        IMPOSSIBLE | {"answers": None},
+        "1 questions have no gold answers .*question 'q1': .*no list under 'answers'",
+    ),
+    "null start": (
+        answered("The", None),
+        "1 questions have no gold answers .*question 'q1': .*no whole number under 'answer_start'",
+    ),
+    "start as text": (
+        answered("The", "0"),
+        "1 questions have no gold answers .*question 'q1': .*no whole number under 'answer_start'",
+    ),
+    "no start": (
+        {"id": "q1", "question": "x", "answers": [{"text": "The"}], "is_impossible": False},
+        PLACE + ".*no whole number under 'answer_start'",
+    ),
+    "true start": (
+        answered("h", True, is_impossible=False),
+        PLACE + ".*no whole number under 'answer_start'",
+    ),
+    "empty answer": (answered("", 3, is_impossible=False), PLACE + "'' at 3"),
+    "impossible with answers": (
+        answered("north", 16, is_impossible=True),
+        PLACE + "1 answers, and is_impossible is true",
+    ),
+    "possible without answers": (
+        IMPOSSIBLE | {"is_impossible": False},
+        PLACE + "0 answers, and is_impossible is false",
+    ),
+    "flag as text": (
+        IMPOSSIBLE | {"is_impossible": "no"},
+        PLACE + ".*no true or false under 'is_impossible'",
+    ),
+    "misplaced": (
+        answered("north", 3, is_impossible=False),
+        f"1 answers are not .*{PLACE}'north' at 3",
+    ),
+    "from the end": (answered("Alps.", -5, is_impossible=False), PLACE + "'Alps.' at -5"),
+    "past the end": (answered("Alps.", 10**30, is_impossible=False), PLACE + "'Alps.' at 1000"),
 }
-BAD |= cases("bad files")
+# For each fault: the whole file, and what the message says.
+BAD_FILES = {
+    "no context": (document((None, [IMPOSSIBLE])), "article 0 'Rivers': .*no text under 'context'"),
+    "double id": (
+        document((CONTEXT, [IMPOSSIBLE]), ("Other.", [IMPOSSIBLE])),
+        PLACE + "the same id",
+    ),
+    "half in the context": (
+        document(("a \udc80", [IMPOSSIBLE])),
+        "article 0 'Rivers': the context holds half",
+    ),
+    "no paragraphs": (document(), "an empty data set"),
+    "no questions": (document((CONTEXT, [])), "an empty data set"),
+    "list": ([], "no list under 'data'"),
+    "data no list": ({"data": {}}, "no list under 'data'"),
+    "flat JSON": (
+        {"data": [{"id": "q1", "question": "x", "context": "y"}]},
+        "article 0: .*no list under 'paragraphs'",
+    ),
+    "no qas": (
+        {"data": [{"title": "A", "paragraphs": [{"context": "x"}]}]},
+        "'A', paragraph 0: .*under 'qas'",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", BAD)
-def test_bad_layout_is_one_line_that_names_the_place(tmp_path, name):
-    content, message = BAD[name]
+@pytest.mark.parametrize("fault", BAD_QUESTIONS)
+def test_a_bad_question_is_one_line_that_names_the_place(tmp_path, fault):
+    entry, message = BAD_QUESTIONS[fault]
+    file = write(tmp_path / "data.json", document((CONTEXT, [entry])))
+    assert refused(message, examples_of, file).startswith(f"{file}: ")
+
+
+@pytest.mark.parametrize("fault", BAD_FILES)
+def test_a_bad_file_is_one_line_that_names_the_place(tmp_path, fault):
+    content, message = BAD_FILES[fault]
     file = write(tmp_path / "data.json", content)
-    assert refused(message, examples_of, file).encode().startswith(f"{file}: ".encode())
+    assert refused(message, examples_of, file).startswith(f"{file}: ")
 
 
-def test_broken_json(tmp_path):
+BROKEN_JSON = [
+    b"",
+    b"{",
+    b'{"data": [}',
+    b"[" * 200_000,
+    b"1" * 5000,
+    b"\xff\xfe\xfa",
+    b"\x80",
+    b'"\xc3("',
+]
+
+
+@pytest.mark.parametrize("content", BROKEN_JSON, ids=lambda content: ascii(content[:8]))
+def test_broken_json_is_refused(tmp_path, content):
     file = tmp_path / "data.json"
-    for content in (
-        b"",
-        b"{",
-        b'{"data": [}',
-        b"[" * 200_000,
-        b"1" * 5000,
-        b"\xff\xfe\xfa",
-        b"\x80",
-        b'"\xc3("',
-    ):
-        file.write_bytes(content)
-        refused(r"data\.json: not JSON", examples_of, file)
+    file.write_bytes(content)
+    refused(r"data\.json: not JSON", examples_of, file)
 
 
 def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
@@ -196,7 +302,9 @@ def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
         in said
     )
     assert f"'south' at {start - 1}, and it is at {start} alone; " in said
-    assert all(f"question '{entry['id']}'" in said for entry in bad) and "question 'q'" not in said
+    for entry in bad:
+        assert f"question '{entry['id']}'" in said
+    assert "question 'q'" not in said
 
 
 def test_unlabelled_files_are_refused_by_training_with_how_many_they_are(tmp_path):
@@ -261,7 +369,8 @@ def test_a_data_set_without_answers_is_read_where_none_are_needed(tmp_path, name
     datasets.Dataset.from_dict(columns).save_to_disk(tmp_path / "saved")
     found = examples_of(tmp_path / "saved", "validation", labelled=False)
     assert [e.question for e in found] == COLUMNS["question"]
-    assert [e.id for e in found] == [*map(str, columns["id"])] and not any(e.answers for e in found)
+    assert [e.id for e in found] == [*map(str, columns["id"])]
+    assert not any(e.answers for e in found)
     if name != "empty":
         refused("2 questions have no gold answers", examples_of, tmp_path / "saved")
 
@@ -279,7 +388,10 @@ def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
 
 
 def test_real_files_hold_what_their_readme_says():
-    train, validation = (real_squad(split) for split in ("train", "validation"))
-    assert [len(part) for part in (train, validation)] == [19_017, 6_078]
-    assert [sum(e.impossible for e in part) for part in (train, validation)] == [4_929, 3_168]
-    assert [len({id(e.context) for e in part}) for part in (train, validation)] == [3_093, 646]
+    # For each split: questions, questions without an answer, and paragraphs.
+    counts = {"train": (19_017, 4_929, 3_093), "validation": (6_078, 3_168, 646)}
+    for split, (questions, impossible, paragraphs) in counts.items():
+        examples = real_squad(split)
+        assert len(examples) == questions
+        assert sum(example.impossible for example in examples) == impossible
+        assert len({id(example.context) for example in examples}) == paragraphs

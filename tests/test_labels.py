@@ -1,4 +1,5 @@
-"""Labels are the answers: whatever stands at a gold answer's edges, a model that gives each window's label scores 100.
+"""Labels are the answers: whatever stands at a gold answer's edges, a model that gives each
+window's label scores 100.
 
 The thousands of generated golds are slow: `pytest tests/test_labels.py -m slow`.
 """
@@ -16,9 +17,11 @@ from tokenizers import SentencePieceUnigramTokenizer, normalizers
 from tokenizers.processors import TemplateProcessing
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.examples import Example
+from qa_lib.data.labels import answer_limit, gold_notes
+from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Samples, answer_limit, gold_notes
+from qa_lib.data.windows import Samples
 from qa_lib.score.decode import decode, text_edges
 from qa_lib.score.f1 import score
 from tests.conftest import slow
@@ -28,11 +31,13 @@ from tests.tiny import byte_level_tokenizer, modern_tokenizer
 
 TEXT = "The ferry left Port Amber at nine. Captain Ilse steered it north, past Dalmé and the café."
 BLANKS = [" ", "\n", "\t", "\r\n", "  ", "\u00a0", "\u2003", "\u3000", " \n ", "\x1f"]
-# What a vocabulary may drop: zero-width characters, marks of direction, a soft hyphen, joiners, variation selectors.
+# What a vocabulary may drop: zero-width characters, marks of direction, a soft hyphen, joiners,
+# variation selectors.
 UNSEEN = ["\u200b", "\u200f", "\u200e", "\u00ad", "\ufeff", "\u200d", "\u200c", "\u2060", "\ufe0f"]
 UNSEEN += ["\u202b", "\u180e", "\u200b\u200b", "\u200f\u200d"]
 MARKS = ["\u0301", "\u0308\u0323", "\u20dd"]
-# Words whose last or only letters have marks, of several scripts and in both normal forms; joined emoji.
+# Words whose last or only letters have marks, of several scripts and in both normal forms; joined
+# emoji.
 WORDS = [
     "Ilse",
     "nine",
@@ -106,7 +111,8 @@ def perfect(samples: Samples, examples: list[Example], **options) -> dict[str, s
 
 
 def label_texts(samples: Samples, examples: list[Example]) -> list[str]:
-    """Of each question, the text between the first and the last token of its label; empty for none."""
+    """Of each question, the text between the first and the last token of its label; empty for
+    none."""
     found = [""] * len(examples)
     for row in np.flatnonzero(samples.start_positions):
         one = np.array([row])
@@ -124,7 +130,8 @@ def asked(context: str, gold: str, start: int | None = None) -> Example:
 
 
 def placed(gold: str) -> list[Example]:
-    """A gold answer at the beginning, in the middle and at the end of a paragraph, blanks around it."""
+    """A gold answer at the beginning, in the middle and at the end of a paragraph, blanks around
+    it."""
     return [
         asked(f"{gold} came at noon.", gold, 0),
         asked(f"The pilot was {gold} at noon.", gold),
@@ -186,7 +193,8 @@ def test_a_gold_inside_a_token_is_labelled_by_that_token(kind):
     examples = [asked("It weighs 1789kg today.", gold) for gold in ("789", "17", "kg", "9k")]
     samples = built(examples, tokenizer_of(kind))
     for text, example in zip(label_texts(samples, examples), examples, strict=True):
-        assert example.answers[0][0] in text and text in "1789kg"
+        assert example.answers[0][0] in text
+        assert text in "1789kg"
 
 
 @every_kind
@@ -265,7 +273,8 @@ def test_an_uncovered_character_belongs_to_the_token_before_it_or_else_to_the_on
     assert text_edges("a b\n", np.array([(0, 1), (1, 1), (2, 3)])) is None
 
 
-# SQuAD's own windows and labels are what they were before golds with odd edges were labelled rightly.
+# SQuAD's own windows and labels are what they were before golds with odd edges were labelled
+# rightly.
 
 
 def characters() -> BertTokenizer:
@@ -293,18 +302,22 @@ PINNED = {
 @pytest.mark.parametrize("name", PINNED)
 def test_windows_and_labels_of_clean_golds_are_bit_for_bit_what_they_were(name):
     if name == "synthetic":
-        source, tokenizer = open_source("synthetic:200", "train"), build_tokenizer("tiny")
+        source = open_source("synthetic:200", "train")
+        tokenizer = build_tokenizer("tiny")
     else:
-        source, tokenizer = Given(clean_golds()), characters()
+        source = Given(clean_golds())
+        tokenizer = characters()
     samples = build_samples(source, tokenizer, 48, 16, cache=False)
     digest = hashlib.sha256()
     for part in "tokens offsets starts example context start_positions end_positions".split():
         digest.update(np.ascontiguousarray(getattr(samples, part)).tobytes())
-    assert digest.hexdigest()[:16] == PINNED[name] and samples.start_positions.any()
+    assert digest.hexdigest()[:16] == PINNED[name]
+    assert samples.start_positions.any()
 
 
 def reference_label(offsets, answers) -> tuple[int, int]:
-    """The label of a window whose context has tokens with these offsets, as run_qa of transformers finds it."""
+    """The label of a window whose context has tokens with these offsets, as run_qa of transformers
+    finds it."""
     if not answers:
         return -1, -1
     text, begin = answers[0]
@@ -318,8 +331,8 @@ def reference_label(offsets, answers) -> tuple[int, int]:
 @every_kind
 @pytest.mark.parametrize("split", ["validation", slow("train")])
 def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split):
-    """But for one gold answer of the training set, whose last syllable's last letter no token has where a normaliser
-    puts letters together: the script's label goes on to the next word."""
+    """But for one gold answer of the training set, whose last syllable's last letter no token has
+    where a normaliser puts letters together: the script's label goes on to the next word."""
     examples = real_squad(split)
     odd = set()
     tokenizer = KINDS[kind]([example.context for example in examples[:4000:8]])

@@ -32,15 +32,15 @@ if DEVICE.type == "cuda":
 
 @pytest.fixture(scope="module", autouse=True)
 def gpu_ops_without_a_gpu():
-    """PyTorch's memory-efficient attention exists on GPUs alone; elsewhere the same mathematics stands in for it."""
+    """PyTorch's memory-efficient attention exists on GPUs alone; elsewhere the same mathematics
+    stands in for it."""
     if DEVICE.type == "cuda":
         yield
         return
 
     def laid(heads_first):
-        return (
-            heads_first.transpose(1, 2).contiguous().transpose(1, 2)
-        )  # in memory as the GPU's op returns it
+        """Lay a tensor out in memory as the GPU's op returns it."""
+        return heads_first.transpose(1, 2).contiguous().transpose(1, 2)
 
     def shares(query, key, bias, dropout, scale, seed):
         random = torch.rand(bias.shape, generator=torch.Generator().manual_seed(int(seed)))
@@ -55,15 +55,15 @@ def gpu_ops_without_a_gpu():
     def backward(
         grad, query, key, value, bias, out, lse, seed, offset, dropout, mask, causal=False, *, scale
     ):
-        assert out.transpose(1, 2).is_contiguous() and lse.dtype == torch.float32, (
-            "which the kernel takes for granted"
-        )
-        assert bias.dtype == query.dtype and bias.stride(-1) == 1 and bias.shape[-1] % 16 == 0
+        assert out.transpose(1, 2).is_contiguous(), "which the kernel takes for granted"
+        assert lse.dtype == torch.float32, "which the kernel takes for granted"
+        assert bias.dtype == query.dtype
+        assert bias.stride(-1) == 1
+        assert bias.shape[-1] % 16 == 0
         share, kept = shares(query, key, bias, dropout, scale, seed)
         slope = share * ((grad @ value.mT) * kept - (grad * out).sum(-1, keepdim=True)) * scale
-        return *map(
-            laid, (slope @ key, slope.mT @ query, (share * kept).mT @ grad)
-        ), bias.new_empty(0)
+        gradients = (slope @ key, slope.mT @ query, (share * kept).mT @ grad)
+        return *map(laid, gradients), bias.new_empty(0)
 
     stand_ins = library.Library("aten", "IMPL")
     stand_ins.impl("_scaled_dot_product_efficient_attention", forward, "CPU")
@@ -78,25 +78,31 @@ def samples():
 
 
 def spec_of(variant="E-packed", attention=None, settings=None, **sizes):
-    own = {"compile": "none"} | ({"attention": attention} if attention else {})
-    own |= {"precision": "bf16"} if attention == "flash" else {}
-    return planned(
-        variant, settings=own | (settings or {}), sizes={"steps": 8} | sizes, data="synthetic:200"
-    )
+    """Return the spec of a short run, not compiled, with this kernel and these settings."""
+    changes = {"compile": "none"}
+    if attention:
+        changes["attention"] = attention
+    if attention == "flash":
+        changes["precision"] = "bf16"
+    changes |= settings or {}
+    return planned(variant, settings=changes, sizes={"steps": 8} | sizes, data="synthetic:200")
 
 
 def segments(kind, lengths, limits) -> Segments:
-    """Of a row of segments of these lengths, for a kernel; one limit stands for all of them."""
-    limits = limits if isinstance(limits, list) else [limits] * len(lengths)
-    ends = torch.tensor(
-        [0, *np.cumsum(limits if kind == "efficient" else lengths)],
-        dtype=torch.int32,
-        device=DEVICE,
-    )
+    """Return the segments of a row of samples of these lengths, for a kernel.
+
+    One limit stands for all of them.
+    """
+    if not isinstance(limits, list):
+        limits = [limits] * len(lengths)
+    widths = limits if kind == "efficient" else lengths
+    ends = torch.tensor([0, *np.cumsum(widths)], dtype=torch.int32, device=DEVICE)
+    if kind != "efficient":
+        return Segments(ends, limits, None)
     bias = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
     for begin, length in zip(ends, lengths, strict=False):
         bias[begin : begin + length] = 0
-    return Segments(ends, limits, bias if kind == "efficient" else None)
+    return Segments(ends, limits, bias)
 
 
 def attend(kind, query, key, value, *rest):
@@ -113,47 +119,71 @@ def test_dealing_balances_and_loses_nothing():
     draw = np.random.default_rng(0)
     lengths = draw.integers(20, 385, 32 * 100)
     groups = deal(draw.permutation(len(lengths)), lengths, 32)
-    assert groups.shape == (100, 32) and sorted(groups.ravel()) == list(range(len(lengths)))
+    assert groups.shape == (100, 32)
+    assert sorted(groups.ravel()) == list(range(len(lengths)))
     assert np.ptp(lengths[groups].sum(1)) < 20 < np.ptp(lengths.reshape(100, 32).sum(1))
 
 
-def test_every_packed_sequence_has_one_shape_nearly_no_padding_and_segments_within_their_limits(
-    samples,
-):
+def packed_sequences(samples):
+    """Return the micro-batches of a run, and their arrays."""
     batches = PackedBatches(samples, spec_of())
     dealt = micro_batches(batches, batches.steps)
-    rows = [batches.arrays(m) for m in dealt]
-    assert len({tuple((name, array.shape) for name, array in row.items()) for row in rows}) == 1
+    return batches, dealt, [batches.arrays(indices) for indices in dealt]
+
+
+def test_every_packed_sequence_has_one_shape(samples):
+    batches, _, rows = packed_sequences(samples)
+    shapes = {tuple((name, array.shape) for name, array in row.items()) for row in rows}
+    assert len(shapes) == 1
     assert rows[0]["input_ids"].shape == (1, batches.budget)
-    assert sum(samples.lengths[m].sum() for m in dealt) / (len(rows) * batches.budget) > 0.8
+
+
+def test_packed_sequences_have_little_padding(samples):
+    batches, dealt, _ = packed_sequences(samples)
+    tokens = sum(samples.lengths[indices].sum() for indices in dealt)
+    assert tokens / (len(dealt) * batches.budget) > 0.8
+
+
+def test_segments_fill_the_budget_and_are_within_their_limits(samples):
+    batches, _, rows = packed_sequences(samples)
     lengths = np.diff([row["cu_seqlens"] for row in rows])
-    assert {*lengths.sum(1)} == {batches.budget} and {*lengths.ravel()} <= {*range(97)}
+    assert {*lengths.sum(1)} == {batches.budget}
+    assert lengths.min() >= 0
+    assert lengths.max() <= 96
     room = batches.limits - np.max(lengths, axis=0)
-    assert room.min() >= 0 and room.max() < 64, "no limit is an alignment too high"
+    assert room.min() >= 0
+    assert room.max() < 64, "no limit is an alignment too high"
+
+
+def test_places_have_few_lengths_and_make_up_the_budget(samples):
+    batches = PackedBatches(samples, spec_of(attention="efficient"))
+    assert batches.budget == sum(batches.limits)
+    assert len(set(batches.limits)) <= CALLS
+    assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
 
 
 def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(samples):
     batches = PackedBatches(samples, spec_of(attention="efficient"))
-    assert batches.budget == sum(batches.limits) and len(set(batches.limits)) <= CALLS
-    assert batches.limits == sorted(batches.limits, reverse=True), "equal ones are neighbours"
     for indices in micro_batches(batches, batches.steps):
-        row, plain = batches.arrays(indices), Batches(samples, batches.spec).arrays(indices)
-        tokens = samples.lengths[indices].sum()
-        assert (list(np.diff(row["cu_seqlens"])), (row["bias"] == 0).sum()) == (
-            batches.limits,
-            tokens,
-        )
-        for number, (begin, length) in enumerate(
-            zip(row["cu_seqlens"], samples.lengths[indices], strict=False)
-        ):
+        row = batches.arrays(indices)
+        padded = Batches(samples, batches.spec).arrays(indices)
+        lengths = samples.lengths[indices]
+        assert list(np.diff(row["cu_seqlens"])) == batches.limits
+        assert (row["bias"] == 0).sum() == lengths.sum()
+        for number, length in enumerate(lengths):
+            begin = row["cu_seqlens"][number]
             place = slice(begin, begin + length)
-            assert (row["bias"][place] == 0).all() and list(row["position_ids"][0, place]) == list(
-                range(length)
-            )
+            assert (row["bias"][place] == 0).all()
+            assert list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
-                assert (row[name][0, place] == plain[name][number, :length]).all()
-    for wrong in (batches.step(0)[0][::-1], batches.step(0)[0][1:]):
-        refused("not for places of", batches.arrays, wrong)
+                assert (row[name][0, place] == padded[name][number, :length]).all()
+
+
+def test_samples_that_do_not_fit_their_places_are_refused(samples):
+    batches = PackedBatches(samples, spec_of(attention="efficient"))
+    indices = batches.step(0)[0]
+    refused("not for places of", batches.arrays, indices[::-1])
+    refused("not for places of", batches.arrays, indices[1:])
 
 
 def test_few_limits_are_the_best_few():
@@ -162,7 +192,8 @@ def test_few_limits_are_the_best_few():
     assert few_limits(lengths, 1) == [384] * 10
     for most in (2, 3, 4):
         found = few_limits(lengths, most)
-        assert (found >= lengths).all() and len(set(found)) == most
+        assert (found >= lengths).all()
+        assert len(set(found)) == most
         tried = (
             np.array([*chosen, 384])
             for chosen in itertools.combinations(range(32, 384, 16), most - 1)
@@ -179,7 +210,8 @@ def test_an_epoch_sees_each_feature_once_and_the_next_in_another_order(samples):
 
 
 def packed_and_padded(samples, kind, dtype, qkv="separate"):
-    """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in training mode."""
+    """A model, one micro-batch both ways, and its lengths: on the device, without dropout, in
+    training mode."""
     spec = spec_of(attention=kind, settings={"qkv": qkv})
     batches = PackedBatches(samples, spec)
     indices = batches.step(0)[0]
@@ -197,7 +229,8 @@ def packed_and_padded(samples, kind, dtype, qkv="separate"):
 
 def padded_loss(model, inputs, lengths):
     """The padded row's loss with its softmax over the question's own tokens."""
-    output, loss = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")}), 0
+    output = model(**{k: v for k, v in inputs.items() if not k.endswith("_positions")})
+    loss = 0
     inside = (
         torch.arange(output.start_logits.shape[1], device=DEVICE)
         < torch.tensor(lengths, device=DEVICE)[:, None]
@@ -228,17 +261,20 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype
     assert found.loss.item() == pytest.approx(loss.item(), rel=error)
     largest = max(g.norm() for g in expected.values())
     for name, p in model.named_parameters():
-        # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured by the largest.
+        # Gradients that are 0 but for rounding (of a bias that shifts a whole softmax) are measured
+        # by the largest.
         assert (p.grad - expected[name]).norm() < error * max(
             expected[name].norm(), 1e-2 * largest
         ), name
 
 
 def test_a_model_in_regions_is_the_model(samples):
-    """Loss and gradients, traced whole or not, and every parameter in one region alone; each is announced before it
-    runs."""
+    """Loss and gradients, traced whole or not, and every parameter in one region alone; each is
+    announced before it runs."""
     packed, inputs, *_ = packed_and_padded(samples, "block-diagonal", torch.float32)
-    parts, found, announced = [], [], []
+    parts = []
+    found = []
+    announced = []
     regions = RegionalModel(packed, lambda part: parts.append(part) or part)
     assert len(parts) == len(regions_of(packed.model)) == 3, "embeddings, two layers, head"
     regions.before = announced.append
@@ -251,12 +287,14 @@ def test_a_model_in_regions_is_the_model(samples):
     torch.testing.assert_close(found[1:], found[:1] * 2)
     assert announced == [0, 1, 2]
     held = [p for part in parts for p in part.parameters()]
-    assert {*held} == {*packed.model.parameters()} and len(held) == len({*held})
+    assert {*held} == {*packed.model.parameters()}
+    assert len(held) == len({*held})
 
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
-    """A budget far beyond the tokens: no gradient is touched by the padding, which is many segments, or in places."""
+    """A budget far beyond the tokens: no gradient is touched by the padding, which is many
+    segments, or in places."""
     spec = spec_of(attention=kind)
     model = without_dropout(build_model(spec)).to(DEVICE, dtype).train()
 
@@ -267,7 +305,8 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
             batches.limits = [limit + extra // batches.size for limit in batches.limits]
         batches.least = 8
         segments = np.diff(batches.arrays(batches.step(0)[0])["cu_seqlens"])
-        assert segments.max() <= max(96, *batches.limits) and segments.sum() == batches.budget
+        assert segments.max() <= max(96, *batches.limits)
+        assert segments.sum() == batches.budget
         model.zero_grad()
         Packed(model, batches.limits)(**batches.collate(batches.step(0)[0], DEVICE)).loss.backward()
         return [p.grad.clone() for p in model.parameters()]
@@ -278,15 +317,18 @@ def test_a_long_tail_leaks_nothing(samples, kind, dtype, error):
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_attention_dropout_keeps_its_rate(kind, dtype, error):
-    """With values of one, the output is the share of attention that is kept, over the share that should be."""
+    """With values of one, the output is the share of attention that is kept, over the share that
+    should be."""
     torch.manual_seed(0)
     query, key, ones = torch.randn(3, 960, 4, 32, device=DEVICE, dtype=dtype)
-    cut, ones = segments(kind, [96] * 10, 96), torch.ones_like(ones)
+    cut = segments(kind, [96] * 10, 96)
+    ones = torch.ones_like(ones)
     kept, again, whole = (
         attend(kind, query, key, ones, cut, rate, 0.2).float() for rate in (0.1, 0.1, 0.0)
     )
     assert kept.mean().item() == pytest.approx(1.0, abs=0.01)
-    assert kept.std() > 0.01 and not torch.equal(kept, again)
+    assert kept.std() > 0.01
+    assert not torch.equal(kept, again)
     assert torch.allclose(whole, torch.ones_like(kept), atol=1e-3)
 
 
@@ -307,9 +349,11 @@ WAYS |= {"by Inductor": partial(torch.compile, fullgraph=True)} if DEVICE.type =
 @pytest.mark.parametrize("limits", [96, 80, [80, 64, 80, 80, 32, 80]])
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, error, limits, way):
-    """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by the backward pass.
+    """For one pattern the output is linear in the values, so that <grad, A v> = <A' grad, v>; A' by
+    the backward pass.
 
-    PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail to train."""
+    PyTorch's memory-efficient kernel breaks this where it is given cu_seqlens, and models then fail
+    to train."""
     lengths = [80, 54, 80, 80, 26, 80]
     cut = segments(kind, lengths, limits)
     query, key, value, grad = torch.randn(
@@ -322,10 +366,8 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
     )
     for segment, (begin, length) in enumerate(zip(cut.cu_seqlens, lengths, strict=False)):
         part = slice(begin, begin + length)
-        there, again = (
-            grad[part].float() * output[part].float(),
-            back[part].float() * value[part].float(),
-        )
+        there = grad[part].float() * output[part].float()
+        again = back[part].float() * value[part].float()
         difference = (there - again).sum((0, 2)).abs()
         assert (difference <= 20 * error * there.norm() + 1e-6).all(), segment
 
@@ -341,7 +383,8 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 
     seen = []
     for output, back in replayed(step, torch.zeros((), device=DEVICE)):
-        there, again = grad.float() * output.float(), back.float() * value.float()
+        there = grad.float() * output.float()
+        again = back.float() * value.float()
         assert (there.sum() - again.sum()).abs() <= 20 * error * there.norm()
         seen.append(output.clone())
     assert not torch.equal(*seen)
@@ -349,17 +392,16 @@ def test_a_captured_step_drops_anew_and_alike_in_both_passes(kind, dtype, error)
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS[1:])
 def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind, dtype, error):
-    """The pattern is read off the output for values that are the identity: one segment of as many tokens as a head is
-    wide."""
+    """The pattern is read off the output for values that are the identity: one segment of as many
+    tokens as a head is wide."""
     query, key, grad = torch.randn(3, 64, 1, 64, device=DEVICE, dtype=dtype)
-    inputs, cut = (
-        (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None]),
-        segments(kind, [64], 64),
-    )
+    inputs = (query, key, torch.eye(64, device=DEVICE, dtype=dtype)[:, None])
+    cut = segments(kind, [64], 64)
     output, *found = with_gradients(
         lambda *parts: attend(kind, *parts, cut, 0.5, 0.1), inputs, grad
     )
-    kept, wide = (output[:, 0] != 0).double() / 0.5, [x[:, 0].double() for x in inputs]
+    kept = (output[:, 0] != 0).double() / 0.5
+    wide = [x[:, 0].double() for x in inputs]
     plain = with_gradients(
         lambda q, k, v: (torch.softmax(q @ k.T * 0.1, -1) * kept) @ v, wide, grad[:, 0].double()
     )
@@ -369,9 +411,8 @@ def test_with_dropout_all_gradients_are_those_of_the_pattern_that_was_drawn(kind
 
 @pytest.mark.parametrize(("kind", "dtype", "error"), KINDS)
 def test_no_two_heads_or_segments_drop_by_one_pattern(kind, dtype, error):
-    even = torch.zeros(
-        480, 4, 32, device=DEVICE, dtype=dtype
-    )  # equal scores: the output is the share that is kept
+    # Equal scores: the output is the share that is kept.
+    even = torch.zeros(480, 4, 32, device=DEVICE, dtype=dtype)
     kept = attend(kind, even, even, torch.ones_like(even), segments(kind, [96] * 5, 96), 0.5, 0.2)[
         :, :, 0
     ].float()
@@ -383,9 +424,8 @@ def test_the_kernel_is_chosen_by_capability_and_named():
     for machine, kernel in ((CPU, "block-diagonal"), (T4, "efficient"), (H200, "flash")):
         spec = planned("E-packed", machine=machine)
         assert (spec.settings.attention, spec.skip) == (kernel, None)
-    assert "flash" in " ".join(spec.adjusted) and "cuda_graph: False" in " ".join(
-        planned("E-graph").adjusted
-    )
+    assert "flash" in " ".join(spec.adjusted)
+    assert "cuda_graph: False" in " ".join(planned("E-graph").adjusted)
 
 
 def test_a_packed_variant_runs_end_to_end(tmp_path):
@@ -406,7 +446,8 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
         sizes = {"steps": 10, "checkpoint_every": 0, "measure_from": 2}
         spec = planned("E-graph", sizes=sizes, data="synthetic:200", machine=H200)
         spec = resized(spec, {"compile": "none", "cuda_graph": captured} | changes)
-        folder, model = tmp_path / str(captured), without_dropout(build_model(spec))
+        folder = tmp_path / str(captured)
+        model = without_dropout(build_model(spec))
         folder.mkdir()
         train(model, PackedBatches(samples, spec), spec, DEVICE, folder, quiet)
         return torch.cat([p.detach().flatten().float() for p in model.parameters()])
@@ -414,5 +455,6 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     start = torch.cat(
         [p.detach().flatten().to(DEVICE) for p in build_model(spec_of("E-graph")).parameters()]
     )
-    eager, graph = weights(False), weights(True)
+    eager = weights(False)
+    graph = weights(True)
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()

@@ -13,7 +13,7 @@ from transformers import BertConfig, DistilBertConfig
 
 import qa_lib
 from qa_lib.__main__ import main
-from qa_lib.data.squad import DataError
+from qa_lib.data.files import DataError
 from qa_lib.errors import UserError
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import anywhere

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qa_lib.data.squad import Example
+from qa_lib.data.examples import Example
 from qa_lib.lab.cli.verbs import parser_of
 from qa_lib.lab.tools.score import main
 from qa_lib.score.f1 import f1, normalise, score, squad_metric
@@ -32,10 +32,8 @@ PREDICTIONS = {"one": "The Rhine.", "two": "b d d x", "bare": "", "none": "", "v
 
 
 def test_ties_of_probabilities_keep_their_files_order():
-    examples, texts = (
-        [asked("yes", "x"), asked("no"), asked("also", "y")],
-        {"yes": "x", "no": "z", "also": "y"},
-    )
+    examples = [asked("yes", "x"), asked("no"), asked("also", "y")]
+    texts = {"yes": "x", "no": "z", "also": "y"}
     for order, best in ((["yes", "also", "no"], 300.0 / 3), (["no", "yes", "also"], 200.0 / 3)):
         assert score(examples, texts, dict.fromkeys(order, 0.5))["best_exact"] == best
 
@@ -60,7 +58,9 @@ def test_a_number_of_any_size_is_one():
 
 def test_sums_run_in_the_datas_order():
     """Of predictions from right to wrong to empty, in an order of their own."""
-    examples, texts, values = real_squad("validation"), {}, []
+    examples = real_squad("validation")
+    texts = {}
+    values = []
     for number, example in enumerate(reversed(examples)):
         gold = [text for text, _ in example.answers[:1]]
         texts[example.id] = " ".join([*gold, *example.context.split()[: number % 5]])
@@ -71,7 +71,8 @@ def test_sums_run_in_the_datas_order():
 
 
 def official_normal(text: str) -> str:
-    """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole runs of letters."""
+    """Lower case, without ASCII punctuation, articles and more than single blanks; here by whole
+    runs of letters."""
     runs = re.split(
         r"(\w+)", "".join(letter for letter in text.lower() if letter not in string.punctuation)
     )
@@ -79,7 +80,8 @@ def official_normal(text: str) -> str:
 
 
 def official_f1(gold: str, predicted: str) -> float:
-    left, found = official_normal(gold).split(), official_normal(predicted).split()
+    left = official_normal(gold).split()
+    found = official_normal(predicted).split()
     if not left or not found:
         return float(left == found)
     shared = 0
@@ -87,14 +89,16 @@ def official_f1(gold: str, predicted: str) -> float:
         if word in left:
             left.remove(word)
             shared += 1
-    precision, recall = shared / len(found), shared / len(official_normal(gold).split())
+    precision = shared / len(found)
+    recall = shared / len(official_normal(gold).split())
     return 2 * precision * recall / (precision + recall) if shared else 0.0
 
 
 def official(examples, texts, odds, threshold) -> dict[str, float]:
-    """The official script's figures from their description (Rajpurkar, Jia, Liang 2018; worksheet and script of
-    SQuAD v2.0), with nothing of qa_lib; for odds that differ."""
-    raw, found = {"exact": {}, "f1": {}}, {}
+    """The official script's figures from their description (Rajpurkar, Jia, Liang 2018; worksheet
+    and script of SQuAD v2.0), with nothing of qa_lib; for odds that differ."""
+    raw = {"exact": {}, "f1": {}}
+    found = {}
     for example in examples:
         golds = [text for text, _ in example.answers if official_normal(text)] or [""]
         said = texts[example.id]
@@ -118,7 +122,8 @@ def official(examples, texts, odds, threshold) -> dict[str, float]:
                     len(group),
                 )
     for name, values in raw.items():
-        # Silence on all, then each threshold. A text for a question without an answer is wrong here, whatever it is.
+        # Silence on all, then each threshold. A text for a question without an answer is wrong
+        # here, whatever it is.
         tries = [(sum(not answered for answered in has.values()), 0.0)]
         for at in sorted(odds.values()):
             gains = [values[key] if has[key] else not texts[key] for key in has if odds[key] <= at]
@@ -139,7 +144,8 @@ def fuzzed(seed: int) -> tuple[list[Example], dict[str, str], dict[str, float]]:
     def text(most):
         return " ".join(draw.choice(WORDS.split(" ")) for _ in range(draw.randint(0, most)))
 
-    examples, texts = [], {}
+    examples = []
+    texts = {}
     for number in range(draw.randint(1, 12)):
         golds = [text(4) for _ in range(draw.choice([0, 0, 1, 2, 3]))]
         examples.append(asked(str(number), *golds))
@@ -153,10 +159,8 @@ def test_fuzzed_predictions_have_the_figures_of_the_official_rules():
     for seed in range(500):
         examples, texts, odds = fuzzed(seed)
         threshold = random.Random(seed).choice([-1.0, 0.0, 0.5, 5.0])
-        found, wanted = (
-            score(examples, texts, odds, threshold),
-            official(examples, texts, odds, threshold),
-        )
+        found = score(examples, texts, odds, threshold)
+        wanted = official(examples, texts, odds, threshold)
         assert found == pytest.approx(wanted, abs=1e-9), seed
         assert score(examples, texts, odds) == pytest.approx(
             official(examples, texts, odds, 1.0), abs=1e-9
@@ -246,11 +250,14 @@ def test_command_line_errors_name_the_file(files):
         refused(rf"predictions\.json{said}", run, files.data, files.predictions)
 
 
-# The official script (evaluate-v2.0.py), step by step, over the data's JSON: what it looks at, and in which order.
+# The official script (evaluate-v2.0.py), step by step, over the data's JSON: what it looks at, and
+# in which order.
 
 
 def official_figures(data: dict, texts: dict, odds: dict | None, threshold: float) -> dict:
-    has_answer, exact, overlap = {}, {}, {}
+    has_answer = {}
+    exact = {}
+    overlap = {}
     for article in data["data"]:
         for paragraph in article["paragraphs"]:
             for entry in paragraph["qas"]:
@@ -279,15 +286,17 @@ def official_figures(data: dict, texts: dict, odds: dict | None, threshold: floa
                 continue
             current += values[key] if has_answer[key] else -1 if texts[key] else 0
             if current > best:
-                best, best_threshold = current, odds[key]
+                best = current
+                best_threshold = odds[key]
         figures[f"best_{name}"] = 100.0 * best / len(values)
         figures[f"best_{name}_thresh"] = best_threshold
     return figures
 
 
 def odd_files(seed: int) -> tuple[dict, dict, dict]:
-    """A data file as people have them, with predictions and odds: flags that contradict, places that are wrong, null or
-    text, titles of any kind, empty texts, ids that are numbers or come twice, and predictions for further questions."""
+    """A data file as people have them, with predictions and odds: flags that contradict, places
+    that are wrong, null or text, titles of any kind, empty texts, ids that are numbers or come
+    twice, and predictions for further questions."""
     draw = random.Random(seed)
     examples, texts, odds = fuzzed(seed)
     entries = []
@@ -343,7 +352,8 @@ def test_a_byte_order_mark_is_no_part_of_a_file(files, capsys):
 
 def test_metric_needs_no_network():
     odds = {"one": 0.25, "two": 0.75, "bare": 0.125, "none": 0.625, "void": 0.5}
-    given, metric = as_the_hub_has_it(EXAMPLES, PREDICTIONS, odds), squad_metric()
+    given = as_the_hub_has_it(EXAMPLES, PREDICTIONS, odds)
+    metric = squad_metric()
     assert metric.compute(**given) == score(EXAMPLES, PREDICTIONS, odds)
     texts, references = given.values()
     for text, reference in zip(texts, references, strict=True):

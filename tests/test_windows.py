@@ -1,4 +1,5 @@
-"""Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's search."""
+"""Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's
+search."""
 
 import itertools
 from functools import partial
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 from tokenizers.processors import TemplateProcessing
 
-from qa_lib.data.squad import Example, open_source
+from qa_lib.data.examples import Example
+from qa_lib.data.squad import open_source
 from qa_lib.data.windows import Samples, build_samples
 from tests.material import (
     best_of,
@@ -33,7 +35,10 @@ TEXT += "日本語の川 and ½ of São Paulo 🙂👩‍👩‍👧 drink   fro
 class Given:
     """A source of ready examples."""
 
-    name, split, labelled, sha256 = "given.json", "train", True, "0"
+    name = "given.json"
+    split = "train"
+    labelled = True
+    sha256 = "0"
 
     def __init__(self, examples):
         self.examples = examples
@@ -49,53 +54,65 @@ def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
 
 
 def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
-    """The samples of `examples`, all of whose arrays are held against the tokenizer's overflow and a plain search."""
+    """Return the samples of `examples`, after all of their arrays were held against the tokenizer's
+    own overflow and a plain search."""
     samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
-    wanted = overflow(
-        tokenizer, questions, [example.context for example in examples], max_length, stride
-    )
-    n = len(wanted["input_ids"])
-    assert (
-        samples.lengths.tolist() == list(map(len, wanted["input_ids"]))
-        and samples.lengths.max() <= max_length
-    )
+    contexts = [example.context for example in examples]
+    wanted = overflow(tokenizer, questions, contexts, max_length, stride)
+    offsets = [
+        without_blanks(wanted, window, questions, contexts)
+        for window in range(len(wanted["input_ids"]))
+    ]
+    check_tokens(samples, wanted, offsets, max_length)
+    check_token_types(samples, wanted, max_length)
+    check_labels(samples, wanted, offsets, examples)
+    return samples
+
+
+def check_tokens(samples: Samples, wanted, offsets: list, max_length: int) -> None:
+    assert samples.lengths.tolist() == [len(ids) for ids in wanted["input_ids"]]
+    assert samples.lengths.max() <= max_length
     assert np.array_equal(samples.tokens, np.concatenate(wanted["input_ids"]))
     assert np.array_equal(samples.example, wanted["overflow_to_sample_mapping"])
-    places = [without_blanks(wanted, i, questions, examples) for i in range(n)]
-    assert np.array_equal(samples.offsets, np.concatenate(places))
-    batch = samples.batch(np.arange(n), max_length)
+    assert np.array_equal(samples.offsets, np.concatenate(offsets))
+
+
+def check_token_types(samples: Samples, wanted, max_length: int) -> None:
+    batch = samples.batch(np.arange(len(samples)), max_length)
     if "token_type_ids" in batch:
         types = batch["token_type_ids"][np.arange(max_length) < samples.lengths[:, None]]
         assert np.array_equal(types, np.concatenate(wanted["token_type_ids"]))
     else:  # models take all types for 0 where there are none
         assert not any(map(any, wanted.get("token_type_ids", [])))
-    of_context = {number: [] for number in range(len(examples))}
-    for i, number in enumerate(samples.example.tolist()):
-        first, stop = samples.context[i]
-        of_context[number] += places[i][first:stop]
-    for i, (first, stop) in enumerate(samples.context.tolist()):
-        assert [place for place, text in enumerate(wanted.sequence_ids(i)) if text == 1] == list(
-            range(first, stop)
-        )
-        number = samples.example[i]
+
+
+def check_labels(samples: Samples, wanted, offsets: list, examples: list[Example]) -> None:
+    of_context = {number: [] for number in range(len(examples))}  # offsets, by example
+    for window, number in enumerate(samples.example.tolist()):
+        first, stop = samples.context[window]
+        of_context[number] += offsets[window][first:stop]
+    for window, (first, stop) in enumerate(samples.context.tolist()):
+        origins = wanted.sequence_ids(window)
+        assert [i for i, text in enumerate(origins) if text == 1] == list(range(first, stop))
+        number = samples.example[window]
         span = plain_span(of_context[number], examples[number].answers)
-        positions = plain_positions(places[i], first, stop - 1, span)
-        assert (samples.start_positions[i], samples.end_positions[i]) == positions
-    return samples
+        start, end = plain_positions(offsets[window], first, stop - 1, span)
+        assert samples.start_positions[window] == start
+        assert samples.end_positions[window] == end
 
 
 def without_blanks(
-    wanted, window: int, questions: list[str], examples: list[Example]
+    wanted, window: int, questions: list[str], contexts: list[str]
 ) -> list[tuple[int, int]]:
-    """The offsets of a window's tokens, without a blank that a longer token begins with."""
-    number, found = wanted["overflow_to_sample_mapping"][window], []
-    texts = {None: "", 0: questions[number], 1: examples[number].context}
-    for (begin, end), whose in zip(
-        wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True
-    ):
-        blank = end - begin > 1 and texts[whose][begin] == " "
-        found.append((begin + blank, end))
+    """Return the offsets of a window's tokens, without a blank that a longer token begins with."""
+    number = wanted["overflow_to_sample_mapping"][window]
+    texts = {None: "", 0: questions[number], 1: contexts[number]}
+    places = zip(wanted["offset_mapping"][window], wanted.sequence_ids(window), strict=True)
+    found = []
+    for (begin, end), origin in places:
+        has_blank = end - begin > 1 and texts[origin][begin] == " "
+        found.append((begin + has_blank, end))
     return found
 
 
@@ -149,7 +166,8 @@ EDGES += ["wwwwww" * 30]
 
 
 def edges(longest: int) -> list[Example]:
-    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges of every window."""
+    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges
+    of every window."""
     pairs = itertools.product(enumerate(EDGES), enumerate(EDGES))
     examples = [
         Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest
@@ -174,7 +192,8 @@ def test_any_text(small, data):
         .map(" ".join)
         .filter(lambda t: t.encode("utf-8", "ignore").decode() == t)
     )
-    context, asked = data.draw(text), data.draw(text)
+    context = data.draw(text)
+    asked = data.draw(text)
     start = data.draw(st.integers(0, max(0, len(context) - 1)))
     answers = ((context[start : start + data.draw(st.integers(1, 9))], start),) if context else ()
     stride = data.draw(st.integers(0, 12))
@@ -185,7 +204,8 @@ def test_any_text(small, data):
 
 
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
-    """A Hangul syllable is taken apart into letters, which are tokens with one and the same offset."""
+    """A Hangul syllable is taken apart into letters, which are tokens with one and the same
+    offset."""
     tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
     context = "각흙가나" * 9
     assert len(tokenizer(context, add_special_tokens=False)["input_ids"]) > 2 * len(context)
@@ -230,7 +250,8 @@ def test_batches(small):
     examples = [
         Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)
     ]
-    samples, rows = built(examples, small, 30, 10), np.array([31, 0, 5, 5])
+    samples = built(examples, small, 30, 10)
+    rows = np.array([31, 0, 5, 5])
     batch = samples.batch(rows, 56)
     names = "input_ids attention_mask token_type_ids start_positions end_positions"
     assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(
@@ -258,12 +279,14 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
 
 @pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
-    """An added token that swallows blanks, another normaliser, another splitter: words depend on their neighbours."""
+    """An added token that swallows blanks, another normaliser, another splitter: words depend on
+    their neighbours."""
     examples = [
         Example("q", "", "where  <b> is", TEXT + " <b> x"),
         Example("r", "", "  é", "a  b " * 30),
     ]
-    tokenizer, parts = trained_tokenizer([TEXT] * 3, 300), [normalizers.Replace("h f", "hf")]
+    tokenizer = trained_tokenizer([TEXT] * 3, 300)
+    parts = [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
     elif change == "normalizer":
@@ -286,15 +309,14 @@ SPLITTING_BYTES = [
 @pytest.mark.parametrize(
     "learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"]
 )
-def test_windows_of_tokenizers_that_split_bytes_are_their_own_overflow_and_answers_begin_with_no_blank(
+def test_tokenizers_that_split_bytes_give_their_own_overflow_and_no_answer_with_a_blank(
     learn,
 ):
     """No token types, blanks that belong to words, several tokens for a character."""
     tokenizer = learn([TEXT] * 3)
     samples = check(edges(8), tokenizer, 60, 9)
-    assert len(samples) > len(edges(8)) and {*samples.tokens[samples.starts[:-1]]} == {
-        tokenizer.cls_token_id
-    }
+    assert len(samples) > len(edges(8))
+    assert {*samples.tokens[samples.starts[:-1]]} == {tokenizer.cls_token_id}
     batch = samples.batch(np.array([0, len(samples) - 1]), 60)
     assert {*batch} == {"input_ids", "attention_mask", "start_positions", "end_positions"}
     assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
@@ -356,10 +378,13 @@ def cached(file, tmp_path, small):
 
 def test_the_second_call_reads_the_cache_and_no_data(cached, file, small):
     build, store = cached
-    first, again = build(), open_source(file, "validation")
+    first = build()
+    again = open_source(file, "validation")
     second = build_samples(again, small, 64, 16, cache=store)
-    assert "examples" not in vars(again) and len(list(store.iterdir())) == 1
-    assert same(first, second) and same(first, build_samples(again, small, 64, 16, cache=False))
+    assert "examples" not in vars(again)
+    assert len(list(store.iterdir())) == 1
+    assert same(first, second)
+    assert same(first, build_samples(again, small, 64, 16, cache=False))
     with pytest.raises(ValueError):
         second.tokens[0] = 1  # mapped read-only
 
@@ -379,7 +404,8 @@ def test_an_entry_for_each_thing_that_matters(cached, file):
 def test_without_a_place_to_write_features_are_still_built(cached, caplog):
     build, store = cached
     store.write_text("a file where the folder should be")
-    assert len(build()) and "not cached" in caplog.text
+    assert len(build())
+    assert "not cached" in caplog.text
 
 
 def test_bad_data_leaves_nothing_in_the_cache(cached, tmp_path):
@@ -405,7 +431,8 @@ def test_a_cached_start_is_quick(cached, tmp_path):
     paragraphs = [
         (f"{TEXT} {i}", [question(f"{i}-{k}", f"where {k}") for k in range(7)]) for i in range(2000)
     ]
-    file, build = write(tmp_path / "train.json", document(*paragraphs)), cached[0]
+    file = write(tmp_path / "train.json", document(*paragraphs))
+    build = cached[0]
     build(file, max_length=384, stride=128)
     seconds, _ = best_of(3, lambda: build(file, max_length=384, stride=128))
     assert seconds < 1

@@ -8,125 +8,150 @@ import transformers.utils
 
 from qa_lib.calls import checked, expect
 from qa_lib.data.batches import Batches
+from qa_lib.data.labels import answer_limit, gold_notes
 from qa_lib.data.packing import PackedBatches
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.data.windows import Samples, answer_limit, build_samples, gold_notes
+from qa_lib.data.windows import Samples, build_samples
 from qa_lib.errors import UserError
 from qa_lib.spec.presets import ANSWER_TOKENS
 from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
-# For one way of generating text, and for finding objects in pictures, transformers imports scikit-learn and SciPy: two
-# seconds on a slow host, before the first model.
-transformers.utils.is_sklearn_available = transformers.utils.is_scipy_available = lambda: False
+# transformers imports scikit-learn and SciPy for one way of generating text, and for finding
+# objects in pictures: two seconds on a slow host, before the first model.
+transformers.utils.is_sklearn_available = lambda: False
+transformers.utils.is_scipy_available = lambda: False
 
 
 @dataclass
 class Data:
-    """A run's two sources, the samples to train on and what is scored, what loading them took in seconds, and how much
-    there is to train on (`n` questions, or words) and to score (`n_eval` questions, or tokens). A language model's
-    samples are Windows, and it is scored on a bare Text. What is of validation is None where the preset measures no
-    quality. `notes` are sentences for the run's output."""
+    """What a run trains on and is scored by."""
 
-    tokenizer: object  # of transformers
-    source: Source
-    samples: Samples | Windows
+    tokenizer: object  # a fast tokenizer of transformers
+    source: Source  # what is trained on
+    samples: Samples | Windows  # its windows: of questions, or of a language model's text
+    # What is scored, and its windows, or a language model's text as a whole; both None where the
+    # preset measures no quality.
     validation: Source | None
     validation_samples: Samples | Text | None
-    load_s: float
-    n: int
-    n_eval: int | None
+    load_s: float  # seconds that loading took
+    n: int  # questions, or words of a text, to train on
+    n_eval: int | None  # questions, or tokens of a text, that are scored
     max_answer_length: int | None = None  # tokens of an answer, at most; None for a text
-    notes: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # sentences for the run's output
 
 
 @checked
 def load_data(spec: Spec) -> Data:
-    """Tokenizer, sources and samples of a run, from the cache where they are in it. Raises UserError for what is no
-    spec of questions."""
+    """Load a run's tokenizer, sources and samples, from the cache where they are in it.
+
+    Raises UserError for what is no spec of questions, and for data that cannot be used.
+    """
     expect("spec", spec, Spec, "give one spec that plan has made, as in `(spec,) = plan(...)`")
     if spec.preset.task == "lm":
         raise UserError(
-            f"{spec.variant} trains on text: qa_lib.data.load.load_text loads it, load_data questions"
+            f"{spec.variant} trains on text: qa_lib.data.load.load_text loads it, "
+            "load_data questions"
         )
     begin = time.perf_counter()
+    preset = spec.preset
     tokenizer = build_tokenizer(spec.model_source)
-    limits = (spec.preset.max_length, spec.preset.stride)
     source = open_source(spec.data_source, "train")
-    validation = open_source(spec.data_source, "validation") if spec.preset.quality else None
-    samples = build_samples(source, tokenizer, *limits)
-    held_out = build_samples(validation, tokenizer, *limits) if validation else None
-    if held_out and held_out.content_sha256 == samples.content_sha256:
-        raise UserError(
-            f"{validation.name}: has the questions of {source.name}, by which it would be scored"
-        )
+    validation = open_source(spec.data_source, "validation") if preset.quality else None
+    samples = build_samples(source, tokenizer, preset.max_length, preset.stride)
+    validation_samples = None
     if validation:
-        examples = (
-            validation.examples
-        )  # the answers, while a file that has changed costs no training
-        if spec.preset.name == "answerable" and (
-            silent := [each.id for each in examples if each.impossible]
-        ):
+        validation_samples = build_samples(validation, tokenizer, preset.max_length, preset.stride)
+        if validation_samples.content_sha256 == samples.content_sha256:
             raise UserError(
-                f"{validation.name}: question {silent[0]} has no answer; in preset answerable all have one"
+                f"{validation.name}: has the questions of {source.name}, "
+                "by which it would be scored"
             )
-    limit = spec.preset.max_answer_length
+        _check_answers(validation, preset.name)
+
     notes = []
+    limit = preset.max_answer_length
     if limit is None:
         limit = answer_limit(samples, ANSWER_TOKENS)
         notes.append(
-            f"answers may have {limit} tokens: as the training answers need, and at least {ANSWER_TOKENS}; "
-            "--max-answer-length sets it"
+            f"answers may have {limit} tokens: as the training answers need, "
+            f"and at least {ANSWER_TOKENS}; --max-answer-length sets it"
         )
-    for part, windows in ((source, samples), (validation, held_out)):
-        if windows:
-            notes += gold_notes(windows, part.name, limit)
-    seconds, n_eval = time.perf_counter() - begin, held_out.n_examples if held_out else None
+    notes += gold_notes(samples, source.name, limit)
+    if validation:
+        notes += gold_notes(validation_samples, validation.name, limit)
     return Data(
-        tokenizer,
-        source,
-        samples,
-        validation,
-        held_out,
-        seconds,
-        samples.n_examples,
-        n_eval,
-        limit,
-        notes,
+        tokenizer=tokenizer,
+        source=source,
+        samples=samples,
+        validation=validation,
+        validation_samples=validation_samples,
+        load_s=time.perf_counter() - begin,
+        n=samples.n_examples,
+        n_eval=validation_samples.n_examples if validation else None,
+        max_answer_length=limit,
+        notes=notes,
     )
+
+
+def _check_answers(validation: Source, preset: str) -> None:
+    """Read the validation answers, while a file that has changed costs no training.
+
+    Raises UserError at preset answerable for a question without an answer.
+    """
+    for example in validation.examples:
+        if preset == "answerable" and example.impossible:
+            raise UserError(
+                f"{validation.name}: question {example.id} has no answer; "
+                "in preset answerable all have one"
+            )
 
 
 def load_text(spec: Spec) -> Data:
-    """Tokenizer, training windows and validation text of a run, from the cache where they are in it.
+    """Load a run's tokenizer, training windows and validation text, from the cache where they are
+    in it.
 
-    Raises DataError for a text that cannot be read, and UserError for one that is shorter than a window and for a
-    tokenizer without an end token.
+    Raises DataError for a text that cannot be read, and UserError for one that is shorter than a
+    window and for a tokenizer without an end token.
     """
-    begin, length = time.perf_counter(), spec.preset.max_length
+    begin = time.perf_counter()
+    length = spec.preset.max_length
     source = open_text(spec.data_source, "train")
     validation = open_text(spec.data_source, "validation") if spec.preset.quality else None
     shape = find_shape(spec.model_source)
-    tokenizer = (
-        learn_tokenizer(source, shape.vocabulary) if shape else build_tokenizer(spec.model_source)
-    )
+    if shape:
+        tokenizer = learn_tokenizer(source, shape.vocabulary)
+    else:
+        tokenizer = build_tokenizer(spec.model_source)
     text = tokenize_text(source, tokenizer)
     if len(text.tokens) < length:
         raise UserError(
             f"{source.name}: a text of {len(text.tokens)} tokens, shorter than a window of {length}"
         )
-    held_out = tokenize_text(validation, tokenizer) if validation else None
-    if held_out and np.array_equal(held_out.tokens, text.tokens):
-        raise UserError(
-            f"{validation.name}: is the text of {source.name}, by which it would be scored"
-        )
-    seconds, n_eval = time.perf_counter() - begin, len(held_out.tokens) - 1 if held_out else None
+    validation_text = None
+    if validation:
+        validation_text = tokenize_text(validation, tokenizer)
+        if np.array_equal(validation_text.tokens, text.tokens):
+            raise UserError(
+                f"{validation.name}: is the text of {source.name}, by which it would be scored"
+            )
     return Data(
-        tokenizer, source, Windows(text, length), validation, held_out, seconds, text.words, n_eval
+        tokenizer=tokenizer,
+        source=source,
+        samples=Windows(text, length),
+        validation=validation,
+        validation_samples=validation_text,
+        load_s=time.perf_counter() - begin,
+        n=text.words,
+        # The first token is predicted from nothing, and is not scored.
+        n_eval=len(validation_text.tokens) - 1 if validation else None,
     )
 
 
 def batches_of(samples: Samples | Windows, spec: Spec) -> Batches:
-    """The spec's micro-batches, packed or padded."""
-    return (PackedBatches if spec.settings.padding == "packed" else Batches)(samples, spec)
+    """Return the spec's micro-batches, packed or padded."""
+    if spec.settings.padding == "packed":
+        return PackedBatches(samples, spec)
+    return Batches(samples, spec)

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from qa_lib.data.squad import read_json, sha256_of
+from qa_lib.data.files import read_json, sha256_of
 from qa_lib.errors import UserError, first_line
 from qa_lib.records.files import writable_folder
 from qa_lib.spec.shapes import find_shape

@@ -12,7 +12,7 @@ import hashlib
 import os
 from pathlib import Path
 
-from qa_lib.data.squad import DataError, hash_files, read_json
+from qa_lib.data.files import DataError, hash_files, read_json
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
 from qa_lib.model.hf_checkpoint import ModelFolder, inspect_source

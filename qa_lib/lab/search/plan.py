@@ -56,7 +56,10 @@ def plan(
     check_names("plan", own, [*inspect.signature(plan).parameters, *OWN_NAMES])
     expect_folder("runs", runs)
     expect(
-        "machine", machine, Machine | None, "give a qa_lib.spec.machine.Machine, or None for this one"
+        "machine",
+        machine,
+        Machine | None,
+        "give a qa_lib.spec.machine.Machine, or None for this one",
     )
     expect("left_out", left_out, list | None, "give a list, to which sentences are added")
     request = make_request(

@@ -3,7 +3,8 @@
 import argparse
 import json
 
-from qa_lib.data.squad import DataError, open_source, read_json
+from qa_lib.data.files import DataError, read_json
+from qa_lib.data.squad import open_source
 from qa_lib.errors import UserError
 from qa_lib.score.f1 import score
 
