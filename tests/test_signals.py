@@ -16,9 +16,9 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.lab.launch.process import DRIVER_GONE
 from qa_lib.run.fit import fit
+from qa_lib.signals import CTRL_C, SIGNALS
 from tests.conftest import slow
 from tests.material import ROOT, cases, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
@@ -90,7 +90,7 @@ class Lab:
         ]
 
 
-# All signals go through errors.stoppable, and all verbs with processes of their own through launch.Launcher.
+# All signals go through signals.stoppable, and all verbs with processes of their own through launch.Launcher.
 CASES = [
     ("sweep", signal.SIGTERM),
     slow("sweep", signal.SIGINT),

@@ -17,12 +17,13 @@ import psutil
 import pytest
 import torch
 
-from qa_lib.errors import Stopped, UserError
+from qa_lib.errors import UserError
 from qa_lib.lab.launch import torchrun
 from qa_lib.lab.launch.process import call, kill
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run.fit import fit, noting_faults, recording
+from qa_lib.signals import Stopped
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.parallel.process_group import ProcessGroup
 from tests import faulty, warm

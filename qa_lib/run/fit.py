@@ -25,7 +25,7 @@ from safetensors import SafetensorError
 from qa_lib.calls import checked, expect, expect_folder
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of, load_data, load_text
-from qa_lib.errors import UserError, first_line, stoppable, stopped_by, wrapped
+from qa_lib.errors import UserError, first_line, wrapped
 from qa_lib.lab.launch.local import Launcher, is_finished, run_in_turn
 from qa_lib.lab.launch.process import (
     SHARE,
@@ -48,6 +48,7 @@ from qa_lib.records import record
 from qa_lib.run.plan import check_planned
 from qa_lib.score.evaluate import evaluate_answers, evaluate_text
 from qa_lib.score.predict import ANSWER, WINDOW
+from qa_lib.signals import stoppable, stopped_by
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT, digest_of
 from qa_lib.train.compile import (

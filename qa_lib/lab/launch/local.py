@@ -26,11 +26,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from qa_lib.errors import UserError, stopped_by, wrapped
+from qa_lib.errors import UserError, wrapped
 from qa_lib.lab.launch.process import DRIVER, child_env, kill, plain_command
 from qa_lib.lab.launch.warm import Forked, fork
 from qa_lib.paths import importing
 from qa_lib.records import record
+from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import WORLD, Machine, Spec
 
 POLL_S = 0.2

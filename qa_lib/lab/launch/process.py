@@ -20,9 +20,10 @@ from pathlib import Path
 import psutil
 from pydantic import TypeAdapter
 
-from qa_lib.errors import SIGNALS, UserError, print_anything, stoppable
+from qa_lib.errors import UserError, print_anything
 from qa_lib.packages import PREPARED, jupyter_path
 from qa_lib.paths import importing
+from qa_lib.signals import SIGNALS, stoppable
 from qa_lib.spec.spec import Spec
 
 SHARE = "QA_LIB_SHARE"  # an environment variable: where it is set, other runs train on this GPU at the same time

@@ -36,10 +36,10 @@ import sys
 from operator import itemgetter
 from pathlib import Path
 
-from qa_lib.errors import stopped_by
 from qa_lib.lab.launch.process import call, child_env, follow_driver, kill, with_driver
 from qa_lib.measure.hardware import environment
 from qa_lib.records import record
+from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import Spec
 
 STOPPED = (
