@@ -129,8 +129,8 @@ def how_to_have(module: str) -> str:
 def misfits(needs: Iterable[Requirement]) -> list[str]:
     """Return a phrase for each package that is missing or of a version that is not wanted.
 
-    It looks at `needs`, at what these need, and so on: packages that fit one by one may not fit each
-    other. transformers 5.15 takes huggingface_hub below 2 alone.
+    It looks at `needs`, at what these need, and so on: packages that fit one by one may not fit
+    each other. transformers 5.15 takes huggingface_hub below 2 alone.
     """
     from packaging.utils import canonicalize_name
 
@@ -366,9 +366,9 @@ def _versions_loaded() -> dict[str, str | None]:
 
 
 def _check_not_replaced(versions_before: dict[str, str | None]) -> None:
-    """Check that no package was replaced that this process had imported: it would mix both versions.
+    """Check that no package was replaced that this process had imported.
 
-    Raises NotReady.
+    Raises NotReady where one was: the process would mix both versions.
     """
     replaced = [name for name, version in versions_before.items() if version_of(name) != version]
     if replaced:

@@ -65,7 +65,10 @@ def _make_a_better_one(folder: Path, spec) -> dict:
 
 @pytest.fixture(scope="session")
 def server(runs) -> Server:
-    """The app that shows `runs`, for all tests of a process; it ends at a signal, without a fault."""
+    """The app that shows `runs`, for all tests of a process.
+
+    At the end it stops at a signal, and has had no fault.
+    """
     server = Server(runs)
     yield server
     server.stop(within_s=5)

@@ -1,4 +1,4 @@
-"""Questions to the app's server: the answer, its place in the paragraph, and what cannot be asked."""
+"""Questions to the app: the answer, its place in the paragraph, and what cannot be asked."""
 
 import html
 import json

@@ -137,7 +137,7 @@ def test_the_group_of_a_spoilt_record_is_shown_with_a_sentence(one_spoilt):
 
 @pytest.fixture
 def no_text(runs, tmp_path):
-    """A runs folder with a group of which a folder's name is no text; a file system takes any bytes."""
+    """A runs folder in which a group's name is no text: a file system takes any bytes."""
     run = folder_of(runs).parent
     for name in (b"A1-s0-\xff", b"A1-s0-b50f84"):
         folder = os.path.join(os.fsencode(tmp_path), b"cpu-\xff", name)

@@ -341,7 +341,7 @@ def _card() -> Card:
 
 
 def _card_of_answer(models: Choices, key: str, context: str, question: str, longest: str) -> Card:
-    """Ask the model with this key, and return its card: the answer, or in its place what is wrong."""
+    """Ask the model with this key, and return its card: the answer, or instead what is wrong."""
     choice = models.find(key)
     try:
         result = answer(choice, question, context, typed_number(longest))

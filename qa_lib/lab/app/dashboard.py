@@ -180,7 +180,7 @@ def running(runs_dir: Path) -> str:
 
 
 def _progress_html(step: int, planned: int | None) -> str:
-    """Return a bar and words for how many of the planned steps are done; "" where none are known."""
+    """Return a bar and words for how many steps of those planned are done; "" if none are known."""
     if not planned:
         return ""
     return f'<progress value="{step}" max="{planned}"></progress>step {step} of {planned}'

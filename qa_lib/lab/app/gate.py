@@ -239,7 +239,10 @@ def fits(value: object, types: tuple[type, ...]) -> bool:
 
 
 def checked_headers(headers: Headers) -> dict[str, str]:
-    """Return those of PASSED_HEADERS that a request has. Raises HTTPException for what is no host."""
+    """Return those of PASSED_HEADERS that a request has.
+
+    Raises HTTPException for what is no host.
+    """
     passed = {name: headers[name] for name in PASSED_HEADERS if name in headers}
     for name in ("host", "x-forwarded-host"):
         if name in passed:

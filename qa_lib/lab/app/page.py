@@ -54,9 +54,10 @@ def app(
     """Show the app in a notebook, in Colab as well, and return it.
 
     It offers `models` (folders, or names of the hub), then those of the folder `runs`; `figures` is
-    the folder of the reports' pictures. `share` makes a public link through Gradio's servers. Raises
-    UserError for a name that leads to no model, and with `share` for a proxy variable with which
-    nothing can be asked.
+    the folder of the reports' pictures. `share` makes a public link through Gradio's servers.
+
+    Raises UserError for a name that leads to no model, and with `share` for a proxy variable with
+    which nothing can be asked.
     """
     if share or gr.utils.colab_check():
         hosts = ["*"]  # public links and Colab's proxy call it by other names

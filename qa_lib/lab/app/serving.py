@@ -1,4 +1,4 @@
-"""Serve the app's page: the socket, the connections, and how long each may take to send a request."""
+"""Serve the app's page: its socket, its connections, and how long a request may take to arrive."""
 
 import asyncio
 import signal
@@ -86,7 +86,10 @@ class Connection(H11Protocol):
         self._stop_timer()
 
     def _watch(self) -> None:
-        """Set the timer of a request that has not arrived; whatever arrives, leave a set one alone."""
+        """Start the timer of a request that has not arrived, and stop that of one that has.
+
+        A timer that runs is left alone, whatever arrives.
+        """
         if self._has_whole_request():
             self._stop_timer()
             return
