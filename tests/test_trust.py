@@ -1,7 +1,10 @@
-"""Whatever files and typed words hold, an end is the right result or one line that names the culprit; no name in files
-is followed, and what changes a result changes the identity of a run.
+"""Files, arguments and code that hold anything at all.
 
-Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of each kind.
+The end is the right result, or one line that names the culprit. No name in files is followed, and
+what changes a result changes the identity of a run.
+
+Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of
+each kind.
 """
 
 import io
@@ -12,10 +15,12 @@ import random
 import re
 import shutil
 import signal
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import zip_longest
 from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import Mock
 
 import datasets
@@ -60,7 +65,7 @@ ENTRIES = [question("q1", "where", ("Rotterdam", TEXT.index("Rotterdam"))), ques
 
 @contextmanager
 def limited():
-    """An error instead of a hang."""
+    """Raise TimeoutError, inside the block, instead of a hang."""
     signal.signal(signal.SIGALRM, Mock(side_effect=TimeoutError(f"no end within {SECONDS} s")))
     signal.alarm(SECONDS)
     try:
@@ -133,74 +138,96 @@ def lab(tmp_path_factory):
         yield made
 
 
+# Mutations of files
+
+
 def read(path: Path) -> list | dict:
+    """Return the content of a file of JSON, or of one with a document a line."""
     text = path.read_text()
-    return (
-        [json.loads(line) for line in text.splitlines()]
-        if path.suffix == ".jsonl"
-        else json.loads(text)
-    )
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    return json.loads(text)
 
 
-def written(path: Path, content) -> None:
-    lines = content if path.suffix == ".jsonl" and isinstance(content, list) else [content]
-    path.write_text("\n".join(json.dumps(line) for line in lines) + "\n")
+def write_back(path: Path, content: object) -> None:
+    """Write what `read` has returned, or what has become of it."""
+    is_list_of_lines = path.suffix == ".jsonl" and isinstance(content, list)
+    documents = content if is_list_of_lines else [content]
+    path.write_text("\n".join(json.dumps(document) for document in documents) + "\n")
 
 
-def spots(value, way=()):
-    """The ways to every value in a JSON document, and to every key (with True at the end)."""
-    pairs = (
-        value.items()
-        if isinstance(value, dict)
-        else enumerate(value)
-        if isinstance(value, list)
-        else ()
-    )
+class Spot(NamedTuple):
+    """A place in a JSON document: that of a value, or of the key in front of one."""
+
+    # The keys and indices that lead to what holds it.
+    above: tuple
+    last: str | int
+    is_key: bool
+
+
+def spots(value: object, above: tuple = ()) -> Iterator[Spot]:
+    """Yield the place of every value in a JSON document, and of every key."""
+    if isinstance(value, dict):
+        pairs = value.items()
+    elif isinstance(value, list):
+        pairs = enumerate(value)
+    else:
+        return
     for key, inner in pairs:
-        yield (*way, key, False)
+        yield Spot(above, key, is_key=False)
         if isinstance(key, str):
-            yield (*way, key, True)
-        yield from spots(inner, (*way, key))
+            yield Spot(above, key, is_key=True)
+        yield from spots(inner, (*above, key))
 
 
 GONE = object()
 
 
-def changed(document, way, new):
-    """The document with the value, or the key, at the end of a way replaced, or GONE."""
-    *above, last, is_key = way
-    inside = document
-    for key in above:
-        inside = inside[key]
+def change_spot(document: list | dict, spot: Spot, new: object) -> None:
+    """Replace the value or the key at a place in a document; GONE removes it."""
+    holder = document
+    for key in spot.above:
+        holder = holder[key]
     if new is GONE:
-        del inside[last]
-    elif is_key:
-        inside[str(new)] = inside.pop(last)
+        del holder[spot.last]
+    elif spot.is_key:
+        holder[str(new)] = holder.pop(spot.last)
     else:
-        inside[last] = new
-    return document
+        holder[spot.last] = new
 
 
-PATHS = ["../x", "../x.png", "../../x", "../../x.png", "../../../keep", "/", ".", "..", "", "a\0b.png",
-         "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~"]  # fmt: skip
-VALUES = [None, True, -1, 0, 1.5, 10**18, "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\x1b]0;x\x07", float("nan"),
-          float("inf"), 10**400, *PATHS]  # fmt: skip
+# fmt: off
+PATHS = [
+    "../x", "../x.png", "../../x", "../../x.png", "../../../keep", "/", ".", "..", "", "a\0b.png",
+    "a\nb", "C:\\x", "\\\\host\\x", "x" * 5_000, "\x1b[2J", "\ud800", "~/x", "file:///x", "~",
+]
+VALUES = [
+    None, True, -1, 0, 1.5, 10**18, "text", [], {}, [1], [[]], {"a": {"b": [1]}}, "\x1b]0;x\x07",
+    float("nan"), float("inf"), 10**400, *PATHS,
+]
+# fmt: on
 
 
-def mutated(path: Path, chance: random.Random) -> None:
-    """Another value, no value, or spoilt bytes, in a file of JSON."""
+def mutate_json(path: Path, chance: random.Random) -> None:
+    """Put another value, or none, into a file of JSON, or spoil its bytes."""
     content = bytearray(path.read_bytes())
     kind = chance.choice(["value", "value", "value", "key", "gone", "bit", "cut", "deep", "huge"])
     if kind in ("value", "key", "gone"):
         document = read(path)
-        way = chance.choice([way for way in spots(document) if way[-1] == (kind == "key")])
-        written(path, changed(document, way, GONE if kind == "gone" else chance.choice(VALUES)))
+        places = [spot for spot in spots(document) if spot.is_key == (kind == "key")]
+        spot = chance.choice(places)
+        change_spot(document, spot, GONE if kind == "gone" else chance.choice(VALUES))
+        write_back(path, document)
+    elif kind == "deep":
+        path.write_bytes(b"[" * 100_000)
+    elif kind == "huge":
+        path.write_bytes(content.replace(b"0", b"1e999", 1))
     else:
-        others = {"deep": b"[" * 100_000, "huge": content.replace(b"0", b"1e999", 1)}
-        path.write_bytes(others.get(kind) or spoilt(content, chance, kind))
+        path.write_bytes(spoilt(content, chance, kind))
 
 
 def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:
+    """Return bytes that are cut somewhere ("cut"), or of which one bit is another ("bit")."""
     place = chance.randrange(len(content))
     if kind == "cut":
         return bytes(content[:place])
@@ -208,53 +235,81 @@ def spoilt(content: bytearray, chance: random.Random, kind: str) -> bytes:
     return bytes(content)
 
 
-def one_line(ask, names: str):
-    """What `ask` gives; None where it ends in a UserError, of one line that has one of `names` in it."""
-    with limited():
-        try:
-            return ask()
-        except UserError as problem:
-            assert "\n" not in str(problem) and any(
-                name in str(problem) for name in names.split()
-            ), problem
-
-
-def change(path: Path, chance: random.Random) -> bool:
-    """Spoil a file; whether its bytes are others now."""
+def spoil_file(path: Path, chance: random.Random) -> bool:
+    """Spoil a file of any kind, and tell whether its bytes are others now."""
     before = path.read_bytes()
     path.unlink()  # it may be mapped into memory
     path.write_bytes(before)
     if path.suffix == ".json" and chance.random() < 0.8:
-        mutated(path, chance)
+        mutate_json(path, chance)
     else:
-        path.write_bytes(spoilt(bytearray(before), chance, chance.choice(["bit", "bit", "cut"])))
+        kind = chance.choice(["bit", "bit", "cut"])
+        path.write_bytes(spoilt(bytearray(before), chance, kind))
     return path.read_bytes() != before
 
 
-def mutants(whole: Path, place: Path, names: list[str], chance: random.Random):
-    """Copies of a folder in which one of these files is spoilt; and whether its bytes are others now."""
+def spoilt_copies(
+    whole: Path, place: Path, names: list[str], chance: random.Random
+) -> Iterator[tuple[Path, bool]]:
+    """Yield copies of a folder in which one of these files is spoilt.
+
+    The second value tells whether the bytes of that file are others now.
+    """
     for number in range(TIMES):
         folder = shutil.copytree(whole, place / str(number) / whole.name)
-        yield folder, change(folder / chance.choice(names), chance)
+        differs = spoil_file(folder / chance.choice(names), chance)
+        yield folder, differs
         shutil.rmtree(folder)
 
 
-def check_identity(whole: Path, place: Path, names: list[str], ask, identify) -> None:
-    """What a spoilt folder gives is the same, or a line, or the folder has another identity."""
-    wanted, identity = ask(whole), identify(str(whole))
-    for folder, _ in mutants(whole, place, names, random.Random(0)):
-        found = one_line(lambda folder=folder: ask(folder), whole.name)
-        assert found in (None, wanted) or identify(str(folder)) != identity
+def result_or_line(call: Callable[[], Any], names: list[str]) -> Any:
+    """Return what a call returns, or None where it ends in a UserError.
+
+    The error's message has to be one line in which one of `names` stands.
+    """
+    with limited():
+        try:
+            return call()
+        except UserError as problem:
+            message = str(problem)
+    assert "\n" not in message
+    assert any(name in message for name in names), message
+    return None
+
+
+def check_identity(
+    whole: Path,
+    place: Path,
+    names: list[str],
+    read_folder: Callable[[Path], Any],
+    identify: Callable[[str], Any],
+) -> None:
+    """Check what is read from copies of a folder in which one of these files is spoilt.
+
+    It is the same, or a line, or the copy has another identity than the folder.
+    """
+    wanted = read_folder(whole)
+    identity = identify(str(whole))
+    for folder, _ in spoilt_copies(whole, place, names, random.Random(0)):
+        result = result_or_line(partial(read_folder, folder), [whole.name])
+        if result not in (None, wanted):
+            assert identify(str(folder)) != identity
+
+
+# Records
 
 
 @pytest.mark.parametrize("number", range(4))
 def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys):
-    file, chance = lab.files[number], random.Random(number)
+    file = lab.files[number]
+    chance = random.Random(number)
     for _ in range(TIMES // 2):
-        mutated(file, chance)
+        mutate_json(file, chance)
         with limited():
             lab.use()
-        assert "\x1b" not in (said := "".join(capsys.readouterr())) and "Traceback" not in said
+        printed = "".join(capsys.readouterr())
+        assert "\x1b" not in printed
+        assert "Traceback" not in printed
         lab.check_and_restore(file)
 
 
@@ -280,7 +335,7 @@ class Shelf:
             archive.unlink()
             path = chance.choice(sorted(folder.glob("*/record.json")))
         before = path.read_bytes()
-        mutated(path, chance)
+        mutate_json(path, chance)
         return path, before
 
     def entries(self) -> dict:
@@ -321,98 +376,122 @@ def test_one_bad_record_costs_one_sentence_wherever_records_are_read(shelf, part
         assert sorted({*Path().iterdir()} - {Path("lab"), Path("figures")}) == shelf.outside
 
 
+# Models, checkpoints and code
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
+    """The folder of a model of one layer, with its tokenizer and digests."""
     folder = tmp_path_factory.mktemp("trust") / "model"
     tokenizer = trained_tokenizer([TEXT] * 3, 200)
-    small = {
-        "hidden_size": 8,
-        "num_hidden_layers": 1,
-        "num_attention_heads": 2,
-        "intermediate_size": 8,
-    }
-    config = BertConfig(vocab_size=len(tokenizer), max_position_embeddings=48, **small)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        max_position_embeddings=48,
+        hidden_size=8,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        intermediate_size=8,
+    )
     save_model(BertForQuestionAnswering(config), tokenizer, folder)
     return folder
 
 
-@pytest.mark.parametrize("digests", [True, False])
-def test_a_model_folder_may_hold_anything(model, tmp_path, digests):
-    """With digests whatever is changed is refused; without, what loads answers without a traceback."""
-    names, whole = sorted(path.name for path in model.iterdir() if path.name != SUMS), model
-    if not digests:
-        whole = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns(SUMS))
-    for folder, differs in mutants(whole, tmp_path, names, random.Random(0)):
-        loaded = one_line(lambda folder=folder: load_qa_model(folder), str(folder))
-        assert not (loaded and digests and differs)
+def files_of_model(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.name != SUMS)
+
+
+def test_whatever_is_changed_in_a_model_folder_with_digests_is_refused(model, tmp_path):
+    for folder, differs in spoilt_copies(model, tmp_path, files_of_model(model), random.Random(0)):
+        loaded = result_or_line(partial(load_qa_model, folder), [str(folder)])
+        assert loaded is None or not differs
+
+
+def test_a_model_folder_without_digests_may_hold_anything(model, tmp_path):
+    """What loads answers without a traceback."""
+    whole = shutil.copytree(model, tmp_path / "model", ignore=shutil.ignore_patterns(SUMS))
+    for folder, _ in spoilt_copies(whole, tmp_path, files_of_model(whole), random.Random(0)):
+        result_or_line(partial(load_qa_model, folder), [str(folder)])
+
+
+def begun_training(folder: Path, spec) -> tuple[torch.nn.Module, Checkpoint]:
+    """Return a model of a few weights after one step, and the checkpoint of its training."""
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(3)).sum().backward()
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    alone = NoParallel(model, ProcessGroup(torch.device("cpu")), spec.settings)
+    return model, Checkpoint(folder, spec, model, optimizer, scaler, alone)
 
 
 def test_a_checkpoint_may_hold_anything(tmp_path):
     """One that is changed anywhere is set aside, or says the same."""
     spec = planned()
-
-    def fresh():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(3, 2)
-        optimizer = torch.optim.AdamW(model.parameters())
-        model(torch.ones(3)).sum().backward()
-        optimizer.step()
-        scaler = torch.amp.GradScaler("cpu", enabled=False)
-        alone = NoParallel(model, ProcessGroup(torch.device("cpu")), spec.settings)
-        return model, Checkpoint(tmp_path, spec, model, optimizer, scaler, alone)
-
-    model, kept = fresh()
-    kept.save(7)
-    whole, weights, chance = kept.path.read_bytes(), model.weight.detach().clone(), random.Random(0)
+    chance = random.Random(0)
+    model, saved = begun_training(tmp_path, spec)
+    saved.save(7)
+    content = saved.path.read_bytes()
+    weights = model.weight.detach().clone()
     for _ in range(4 * TIMES):
-        spoiled = spoilt(bytearray(whole), chance, chance.choice(["bit", "bit", "bit", "cut"]))
-        kept.path.write_bytes(spoiled)
-        model, checkpoint = fresh()
+        kind = chance.choice(["bit", "bit", "bit", "cut"])
+        saved.path.write_bytes(spoilt(bytearray(content), chance, kind))
+        model, checkpoint = begun_training(tmp_path, spec)
         with limited():
-            step, refused = checkpoint.load()
-        if refused:
-            assert (
-                step == 0
-                and "began anew" in refused
-                and "\n" not in refused
-                and not kept.path.exists()
-            )
-        else:
-            assert step == 7 and torch.equal(model.weight, weights)
-            for found, wanted in zip(checkpoint._states(), kept._states(), strict=True):
-                assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+            step, note = checkpoint.load()
+        if note:
+            assert step == 0
+            assert "began anew" in note
+            assert "\n" not in note
+            assert not saved.path.exists()
+            continue
+        assert step == 7
+        assert torch.equal(model.weight, weights)
+        for loaded, wanted in zip(checkpoint._states(), saved._states(), strict=True):
+            for name in wanted:
+                assert torch.equal(loaded[name], wanted[name])
 
 
 def test_code_may_be_edited_anywhere_at_any_time(tmp_path, monkeypatch):
-    """A run whose code is not at its end what it was at its begin, or was not all the while, begins anew."""
+    """A run begins anew if its code is not at its end what it was at its begin, or was not once."""
     monkeypatch.setattr(checkpoints, "code_version", lambda: {"commit": None})  # asks git
-    package, chance = copied_package(tmp_path), random.Random(0)
-    run, places = Run(tmp_path, package), sorted(file_digests(package))
+    package = copied_package(tmp_path)
+    chance = random.Random(0)
+    run = Run(tmp_path, package)
+    places = sorted(file_digests(package))
     for _ in range(2 * TIMES):
-        path, moment = package / chance.choice(places), chance.choice(["before", "during", "after"])
+        path = package / chance.choice(places)
+        moment = chance.choice(["before", "during", "after"])
         before = path.read_bytes()
-        spoiled = spoilt(bytearray(before or b"#\n"), chance, chance.choice(["bit", "cut"]))
+        edited = spoilt(bytearray(before or b"#\n"), chance, chance.choice(["bit", "cut"]))
         if moment == "before":
-            path.write_bytes(spoiled)
+            path.write_bytes(edited)
         process = run.begin()
         if moment == "during":
-            path.write_bytes(spoiled)
+            path.write_bytes(edited)
         process.save(7)
-        path.write_bytes(spoiled if moment == "after" else before)
+        path.write_bytes(edited if moment == "after" else before)
         step, note = run.begin().load()
-        assert spoiled == before or (step == 0 and "began anew" in note), (path, moment)
+        if edited != before:
+            assert step == 0, (path, moment)
+            assert "began anew" in note
         path.write_bytes(before)
 
 
+# Data, tokenizers and caches
+
+
 def test_a_data_file_may_hold_anything(tmp_path):
-    path, chance = tmp_path / "data.json", random.Random(0)
+    path = tmp_path / "data.json"
+    chance = random.Random(0)
     for _ in range(4 * TIMES):
-        mutated(write(path, document((TEXT, ENTRIES))), chance)
-        for example in one_line(lambda: open_source(path, "train").examples, "data.json") or ():
-            assert all(
-                text and example.context[start:].startswith(text) for text, start in example.answers
-            )
-        one_line(lambda: open_source(path, "train").golds, "data.json")
+        mutate_json(write(path, document((TEXT, ENTRIES))), chance)
+        examples = result_or_line(lambda: open_source(path, "train").examples, [path.name])
+        for example in examples or ():
+            for text, start in example.answers:
+                assert text
+                assert example.context[start:].startswith(text)
+        result_or_line(lambda: open_source(path, "train").golds, [path.name])
 
 
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
@@ -421,88 +500,96 @@ def test_a_tokenizers_files_may_hold_anything(kind, tmp_path):
     whole = Path(checkpoint(kind, tmp_path / "model"))
     write(whole / "added_tokens.json", {"riverbank": 3})
     names = sorted(path.name for path in whole.glob("*.json") if path.name != "config.json")
-    text = f"{TEXT} [CLS] alice came to the harbour at nine"  # of which the synthetic vocabulary knows the end
-    check_identity(
-        whole,
-        tmp_path,
-        names,
-        lambda folder: build_tokenizer(folder)(text)["input_ids"],
-        identify_model,
-    )
+    # The synthetic vocabulary knows the end of it.
+    text = f"{TEXT} [CLS] alice came to the harbour at nine"
+
+    def tokens(folder: Path) -> list[int]:
+        return build_tokenizer(folder)(text)["input_ids"]
+
+    check_identity(whole, tmp_path, names, tokens, identify_model)
 
 
 def test_a_saved_data_set_may_hold_anything(tmp_path):
     """What gives other questions is other data."""
-    rows = [
-        hub_row(f"{i}", "", f"where {i}?", TEXT, ("Alps", TEXT.index("Alps"))) for i in range(8)
-    ]
-    datasets.Dataset.from_list(rows).save_to_disk(tmp_path / "whole", num_shards=2)
-    names = sorted(path.name for path in (tmp_path / "whole").iterdir())
+    whole = tmp_path / "whole"
+    answer = ("Alps", TEXT.index("Alps"))
+    rows = [hub_row(f"{number}", "", f"where {number}?", TEXT, answer) for number in range(8)]
+    datasets.Dataset.from_list(rows).save_to_disk(whole, num_shards=2)
+    names = sorted(path.name for path in whole.iterdir())
+
+    def questions(folder: Path) -> list:
+        return open_source(folder, "train").examples
+
     identify = partial(identify_data, with_validation=False)
-    check_identity(
-        tmp_path / "whole",
-        tmp_path,
-        names,
-        lambda folder: open_source(folder, "train").examples,
-        identify,
-    )
+    check_identity(whole, tmp_path, names, questions, identify)
+
+
+def spoil_cache(path: Path, chance: random.Random) -> bool:
+    """Spoil or remove a file of a cache, or zero an array; tell whether it is another now."""
+    before = path.read_bytes()
+    spoil_file(path, chance)
+    if chance.random() < 0.1:
+        path.unlink()
+    elif path.suffix == ".npy" and chance.random() < 0.5:
+        path.unlink()
+        np.save(path, np.zeros_like(np.load(io.BytesIO(before))))
+    return not path.exists() or path.read_bytes() != before
 
 
 def test_a_damaged_cache_is_made_anew_with_a_line(tmp_path, caplog):
     """Any array, any value beside them, any bit."""
     source = open_source(write(tmp_path / "data.json", document((TEXT, ENTRIES))), "train")
-    tokenizer, cache = build_tokenizer("tiny"), tmp_path / "cache"
-
-    def samples():
-        return windows.build_samples(source, tokenizer, 48, 16, cache)
-
-    whole, chance = windows.build_samples(source, tokenizer, 48, 16, False), random.Random(0)
-    samples()
+    tokenizer = build_tokenizer("tiny")
+    cache = tmp_path / "cache"
+    chance = random.Random(0)
+    uncached = windows.build_samples(source, tokenizer, 48, 16, False)
+    windows.build_samples(source, tokenizer, 48, 16, cache)
     for _ in range(3 * TIMES):
         caplog.clear()
         (entry,) = cache.iterdir()
         path = chance.choice(sorted(entry.iterdir()))
-        before = path.read_bytes()
-        change(path, chance)
-        if chance.random() < 0.1:
-            path.unlink()
-        elif path.suffix == ".npy" and chance.random() < 0.5:
-            path.unlink()
-            np.save(path, np.zeros_like(np.load(io.BytesIO(before))))
-        differs = not path.exists() or path.read_bytes() != before
-        found = samples()
-        assert same(found, whole) and (differs or not caplog.text), path
+        differs = spoil_cache(path, chance)
+        assert same(windows.build_samples(source, tokenizer, 48, 16, cache), uncached), path
+        if not differs:
+            assert not caplog.text, path
         caplog.clear()
-        samples()
+        windows.build_samples(source, tokenizer, 48, 16, cache)
         assert not caplog.text
 
 
-GIVEN = [None, True, False, -1, 0, 1, 2, 3.0, 1.5, float("nan"), float("inf"), 2**31, 2**63, 10**30, "", "8", "x", [],
-          [8], [8, True], [0.5], {}, {"a": 1}, b"8", object(), Path("tiny"), 1e-4, 1e-400, -1e-4]  # fmt: skip
-NAMES = "micro_batch world max_length batch epochs learning_rate stages seeds data model variants".split()
+# Arguments
+
+# fmt: off
+GIVEN = [
+    None, True, False, -1, 0, 1, 2, 3.0, 1.5, float("nan"), float("inf"), 2**31, 2**63, 10**30, "",
+    "8", "x", [], [8], [8, True], [0.5], {}, {"a": 1}, b"8", object(), Path("tiny"), 1e-4, 1e-400,
+    -1e-4,
+]
+ARGUMENTS = [
+    "micro_batch", "world", "max_length", "batch", "epochs", "learning_rate", "stages", "seeds",
+    "data", "model", "variants",
+]
+# fmt: on
+# What a message may call one of them as well.
+OTHER_WORDS = ["micro-batch", "seed", "rate", "variant"]
 
 
 def test_a_plan_is_of_values_that_can_be_or_one_line(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     chance = random.Random(0)
     for _ in range(5 * TIMES):
-        given = {
-            name: chance.choice(GIVEN) for name in chance.sample(NAMES, chance.choice([1, 1, 2, 3]))
-        }
-        rest = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
-        specs = one_line(
-            lambda: plan(**rest | given),  # noqa: B023
-            " ".join([*NAMES, "micro-batch", "seed", "rate", "variant"]),
-        )
+        arguments = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
+        for name in chance.sample(ARGUMENTS, chance.choice([1, 1, 2, 3])):
+            arguments[name] = chance.choice(GIVEN)
+        specs = result_or_line(partial(plan, **arguments), [*ARGUMENTS, *OTHER_WORDS])
         for spec in specs or ():
-            sizes = (
+            sizes = [
                 spec.seed,
                 spec.world,
                 spec.stages,
                 spec.asked.micro_batch,
                 spec.preset.max_length,
-            )
-            assert all(type(size) is int for size in sizes) and 0 < spec.preset.learning_rate < 1, (
-                given
-            )
-            assert spec.preset.epochs is None or spec.preset.epochs > 0
+            ]
+            assert {type(size) for size in sizes} == {int}, arguments
+            assert 0 < spec.preset.learning_rate < 1, arguments
+            assert spec.preset.epochs is None or spec.preset.epochs > 0, arguments
