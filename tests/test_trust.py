@@ -75,7 +75,10 @@ def limited():
 
 
 class Lab:
-    """Three runs below `place`/lab/runs, the last of them archived, with files around them that nobody may touch."""
+    """Three runs below `place`/lab/runs, the last of them archived.
+
+    Around them are files that nobody may touch.
+    """
 
     def __init__(self, place: Path):
         self.place, self.runs = place, place / "lab" / "runs"
@@ -104,28 +107,33 @@ class Lab:
         return {path: path.read_bytes() for path in self.place.rglob("*") if path.is_file()}
 
     def use(self) -> None:
-        """All that reads such files. Only UserErrors may come of it, and only of those that have one thing to read."""
-        found, launcher = read_runs(self.runs), Launcher(self.runs, CPU, {})
-        assert {run.record["group"] for run in found} == {"cpu-smoke"} and len(found) >= 2
+        """Call all that reads such files.
+
+        What reads all runs raises nothing; what reads one file may raise UserError.
+        """
+        runs = read_runs(self.runs)
+        launcher = Launcher(self.runs, CPU, {})
+        assert {run.record["group"] for run in runs} == {"cpu-smoke"}
+        assert len(runs) >= 2
         running(self.runs)
         progress_of(self.run)
-        after = (self.run / "record.json").read_bytes()
-        asks = [
+        record_file = self.run / "record.json"
+        spoilt_record = record_file.read_bytes()
+        reads = [
             lambda: launcher.is_finished(self.spec),
             lambda: judge(self.spec, self.run, None, 0, 1.0),
         ]
-        for ask in [
-            *asks,
-            *(ask for run in found for ask in (run.profile, run.quantized, run.steps)),
-        ]:
+        for run in runs:
+            reads += [run.profile, run.quantized, run.steps]
+        for read_one in reads:
             try:
-                ask()
+                read_one()
             except UserError as problem:
                 assert "\n" not in str(problem)
-        (self.run / "record.json").write_bytes(after)
+        record_file.write_bytes(spoilt_record)  # `judge` writes it
 
     def check_and_restore(self, changed: Path) -> None:
-        """Nothing but the file that was changed is other than it was."""
+        """Check that all other files are as they were, and restore the one that was changed."""
         assert self.content() | {changed: b""} == self.kept | {changed: b""}
         changed.write_bytes(self.kept[changed])
 
@@ -314,7 +322,7 @@ def test_records_and_what_lies_beside_them_may_hold_anything(lab, number, capsys
 
 
 class Shelf:
-    """A folder with eight runs of two groups, in folders and archived, one of which is spoilt at a time."""
+    """A folder with eight runs of two groups, in folders and archived; one is spoilt at a time."""
 
     def __init__(self):
         for variant, machine, seed in itertools.product(("A1", "A2"), (CPU, H200), (0, 1)):
@@ -324,10 +332,14 @@ class Shelf:
         self.outside = sorted(Path().iterdir())
 
     def spoil(self, chance: random.Random) -> tuple[Path, bytes]:
-        """A fresh copy as `lab`, in which a record or a line is another; the file, and what it was."""
+        """Make a fresh copy, `lab`, in which a record or a line of an archive is another.
+
+        Returns the file that was changed, and what it held.
+        """
         shutil.rmtree("lab", ignore_errors=True)
         shutil.copytree("whole", "lab")
-        archive, folder = Path("lab/runs/cpu-smoke.jsonl"), Path("lab/runs/cpu-smoke")
+        archive = Path("lab/runs/cpu-smoke.jsonl")
+        folder = Path("lab/runs/cpu-smoke")
         if chance.random() < 0.5:
             shutil.rmtree(folder)
             path = archive
@@ -353,27 +365,37 @@ def shelf(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("part", [0, *map(slow, range(1, 4))])
 def test_one_bad_record_costs_one_sentence_wherever_records_are_read(shelf, part, capsys):
-    """Report, export, dashboard and archive end well, or in one line; no record is lost but those that were spoilt."""
+    """Report, export, dashboard and archive end well, or in one line.
+
+    No record is lost but those that were spoilt.
+    """
     chance = random.Random(part)
-    for _ in range(TIMES // 8 if part == 0 else TIMES):
+    times = TIMES // 8 if part == 0 else TIMES
+    for _ in range(times):
         path, before = shelf.spoil(chance)
-        lines = zip_longest(before.splitlines(), path.read_bytes().splitlines())
-        spoilt = sum(old != new for old, new in lines)
+        line_pairs = zip_longest(before.splitlines(), path.read_bytes().splitlines())
+        changed_lines = sum(old != new for old, new in line_pairs)
+        # An archive has a record a line.
+        spoilt_records = changed_lines if path.suffix == ".jsonl" else 1
         capsys.readouterr()
         with limited():
             entries = shelf.entries()
-            assert len(entries) >= 8 - spoilt or (path.suffix == ".json" and len(entries) >= 7)
+            assert len(entries) >= 8 - spoilt_records
             for words in ("report", "report --group cpu-smoke", "export --csv lab/all.csv"):
                 main([*words.split(), "--runs", "lab/runs"])
-                said = capsys.readouterr()
-                assert "Traceback" not in said.err and "\x1b" not in said.out + said.err
-                assert len(re.findall("(?m)^error: ", said.err)) <= 1
-                assert len(re.findall("(?m)^left out: ", said.err)) <= max(spoilt, 1)
-            groups, _, page = dashboard(Path("lab/runs"), Path("figures"), "h200-smoke")
-            assert "h200-smoke" in groups and "<table" in page
+                printed = capsys.readouterr()
+                assert "Traceback" not in printed.err
+                assert "\x1b" not in printed.out + printed.err
+                assert len(re.findall("(?m)^error: ", printed.err)) <= 1
+                assert len(re.findall("(?m)^left out: ", printed.err)) <= max(spoilt_records, 1)
+            shown = dashboard(Path("lab/runs"), Path("figures"), "h200-smoke")
+            assert "h200-smoke" in shown.groups
+            assert "<table" in shown.report
             main(["archive", "cpu-smoke", "--runs", "lab/runs"])
-            assert {**shelf.entries(), **entries} == shelf.entries(), "an archive loses none"
-        assert sorted({*Path().iterdir()} - {Path("lab"), Path("figures")}) == shelf.outside
+            after = shelf.entries()
+            assert after | entries == after, "an archive loses none"
+        outside = {*Path().iterdir()} - {Path("lab"), Path("figures")}
+        assert sorted(outside) == shelf.outside
 
 
 # Models, checkpoints and code
