@@ -10,17 +10,10 @@ import gc
 import os
 import sys
 
-from qa_lib.errors import (
-    UserError,
-    find,
-    first_line,
-    print_anything,
-    printable,
-    stoppable,
-    stopped_by,
-)
+from qa_lib.errors import UserError, find, first_line, print_anything, printable
 from qa_lib.lab.cli.verbs import VERBS, help_text
 from qa_lib.packages import how_to_have
+from qa_lib.signals import stoppable, stopped_by
 
 MISTAKE = 2
 STOPPED = 130

@@ -1,62 +1,82 @@
-"""What the calls of the package's front door are checked for: the names of their arguments, and what these are.
+"""Checks of the arguments that a notebook gives to the package's public functions.
 
-A wrong word in a notebook is then one line, as it is on the command line, and no TypeError from within.
+A wrong word in a notebook is then one line, as it is on the command line, and no TypeError from
+within.
 """
 
 import functools
 import inspect
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 
 from qa_lib.errors import SpecError, UnknownName, nearest
 
+LONGEST_SHOWN = 60  # characters of a simple value that a message shows
+LONGEST_CONTAINER = 40  # characters of a list or the like that a message shows
+
 
 def checked(function: Callable) -> Callable:
-    """The function, which raises UnknownName for an argument of a name that it does not have, with the nearest that it
-    has, and SpecError for one that lacks or is too many."""
+    """Wrap a function so that it refuses wrong arguments in one line.
+
+    It raises UnknownName for an argument of a name that it does not have, and suggests the nearest;
+    and SpecError for an argument that lacks or is too many.
+    """
     signature = inspect.signature(function)
-    names = [*signature.parameters]
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in signature.parameters.values())
+    names = list(signature.parameters)
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
 
     @functools.wraps(function)
     def call(*values, **named):
-        if not takes_any:
+        if not takes_any_name:
             check_names(function.__name__, named, names)
         try:
             signature.bind(*values, **named)
         except TypeError as problem:
-            said = f"{function.__name__}: {problem} (its arguments: {', '.join(names)})"
-            raise SpecError(said) from None
+            message = f"{function.__name__}: {problem} (its arguments: {', '.join(names)})"
+            raise SpecError(message) from None
         return function(*values, **named)
 
     return call
 
 
-def check_names(function: str, given, known) -> None:
-    """Raises UnknownName for a name that is not among the `known` arguments of a function."""
+def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Check that all given names are among the known arguments of a function.
+
+    Raises UnknownName for the first that is not.
+    """
     for name in given:
         if name not in known:
             raise UnknownName(nearest(f"argument of {function}", name, known))
 
 
 def expect(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
-    """Raises SpecError, which says what is `wanted`, for an argument that is not of that kind."""
+    """Check that an argument is of a type, or of one of several.
+
+    Raises SpecError, which says what is `wanted`: "give a text".
+    """
     if not isinstance(value, kind):
         raise SpecError(f"{name} is {shown(value)}: {wanted}")
 
 
 def expect_folder(name: str, value: object) -> None:
-    """Raises SpecError for what is no path, or an empty one, which Python would take for the current folder."""
-    expect(name, value, (str, os.PathLike), "give the path of a folder")
-    if not isinstance(os.fspath(value), str) or not os.fspath(value).strip():
-        raise SpecError(f"{name} is {shown(os.fspath(value))}: give the path of a folder")
+    """Check that an argument is a path of text, and not empty.
+
+    Raises SpecError. Python would take an empty path for the current folder.
+    """
+    wanted = "give the path of a folder"
+    expect(name, value, (str, os.PathLike), wanted)
+    path = os.fspath(value)
+    if not isinstance(path, str) or not path.strip():
+        raise SpecError(f"{name} is {shown(path)}: {wanted}")
 
 
 def shown(value: object) -> str:
-    """A value in a message: its kind, and itself where it is short."""
+    """Return a value in words for a message: its type, and itself where it is short."""
     text = " ".join(repr(value).split())
-    kind = type(value).__name__
     if value is None or isinstance(value, str | bytes | int | float):
-        return text if len(text) <= 60 else f"{text[:60]}…"
-    is_short = isinstance(value, list | tuple | dict | set) and len(text) <= 40
-    return f"the {kind} {text}" if is_short else f"a {kind}"
+        return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"
+    kind = type(value).__name__
+    if isinstance(value, list | tuple | dict | set) and len(text) <= LONGEST_CONTAINER:
+        return f"the {kind} {text}"
+    return f"a {kind}"

@@ -1,21 +1,25 @@
-"""What ends a command early: mistakes that the user can mend, and signals that ask it to stop."""
+"""Errors that the user can mend, and how the text of a message is made."""
 
-import contextlib
 import difflib
 import os
 import re
-import signal
 import sys
 import textwrap
-import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from typing import Any
 
-# Those of ASCII and Latin-1 without line ends and tabs, and what turns the direction of writing.
+# The control characters of ASCII and Latin-1 but for line ends and tabs, and those that turn the
+# direction of writing.
 CONTROL = r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+LEAST_LIKENESS = 0.3  # of a name that is suggested; 1 is equality
+SHORT_LIST = 80  # characters of a list of names that is shown beside a suggestion
 
 
 class UserError(ValueError):
-    """An error that the user can mend; its message is a single line, and the command line prints nothing else."""
+    """An error that the user can mend.
+
+    Its message is a single line, and the command line prints nothing else.
+    """
 
 
 class SpecError(UserError):
@@ -23,101 +27,77 @@ class SpecError(UserError):
 
 
 class UnknownName(SpecError):
-    """A variant, preset, family, setting or value that does not exist; the message suggests the nearest."""
+    """A name that does not exist, of a variant, preset, setting or the like.
+
+    The message suggests the nearest; `nearest` words it.
+    """
 
 
-def nearest(kind: str, name: str, known: Iterable[str]) -> str:
-    """The message of an UnknownName: what was asked for, what may have been meant, and what there is."""
-    folded = {word.casefold(): word for word in known}
-    close = [
-        folded[word] for word in difflib.get_close_matches(str(name).casefold(), folded, 1, 0.3)
-    ]
-    hint, listed = f"; did you mean {close[0]!r}?" if close else "", ", ".join(folded.values())
-    others = f" (known: {listed})" if not close or len(listed) < 80 else ""
-    return f"unknown {kind} {name!r}{hint}{others}"
+# Names
 
 
-def find(kind: str, name: str, table: Mapping):
-    """What has that name in a table; UnknownName otherwise."""
+def find(kind: str, name: str, table: Mapping[str, Any]) -> Any:
+    """Return the value of a name in a table.
+
+    Raises UnknownName where the table does not have it; `kind` says what it is the name of.
+    """
     if not isinstance(name, str) or name not in table:
         raise UnknownName(nearest(kind, name, table))
     return table[name]
 
 
+def nearest(kind: str, name: object, known: Iterable[str]) -> str:
+    """Return the message of an UnknownName: what was asked for, what may be meant, what there is.
+
+    All known names are listed where none is like the one asked for, or where the list is short.
+    """
+    by_folded = {word.casefold(): word for word in known}
+    matches = difflib.get_close_matches(str(name).casefold(), by_folded, 1, LEAST_LIKENESS)
+    message = f"unknown {kind} {name!r}"
+    if matches:
+        message += f"; did you mean {by_folded[matches[0]]!r}?"
+    listed = ", ".join(by_folded.values())
+    if not matches or len(listed) < SHORT_LIST:
+        message += f" (known: {listed})"
+    return message
+
+
+# Text
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or the name of its class where it has none."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
 def printable(text: str) -> str:
-    """Text as a terminal or a page may have it: without control characters, which can clear a terminal, set its title
-    or turn around how it reads, but for line ends and tabs; half characters (lone surrogates) as question marks."""
+    """Return text as a terminal or a page may have it.
+
+    Control characters but for line ends and tabs are left out: they can clear a terminal, set its
+    title or turn around how it reads. Half characters (lone surrogates) become question marks.
+    """
     return re.sub(CONTROL, "", text).encode(errors="replace").decode()
 
 
 def one_line(text: str) -> str:
-    """As printable, in one line."""
+    """Return `printable` text in one line."""
     return " ".join(printable(text).split())
 
 
-def print_anything() -> None:
-    """From now on this process, and those that it starts, can print any text, whatever the encoding of their outputs:
-    what that lacks comes as an escape, such as \\xef."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # which a notebook's has not, nor one that is closed
-            stream.reconfigure(errors="backslashreplace")
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"
-
-
 def wrapped(text: str, width: int = 94) -> str:
-    """One sentence as lines that a terminal of 100 columns holds, also behind a time of day."""
+    """Return one sentence as lines that a terminal of 100 columns holds behind a time of day."""
     return textwrap.fill(text, width, subsequent_indent="    ", break_on_hyphens=False)
 
 
-def first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def print_anything() -> None:
+    """Make this process, and those that it starts, print any text in any encoding.
 
-
-CTRL_C = "SIGINT (Ctrl-C)"
-SIGNALS = {
-    signal.SIGINT: CTRL_C,
-    signal.SIGTERM: "SIGTERM",
-    signal.SIGHUP: "SIGHUP (its terminal is gone)",
-}
-TOGETHER_S = (
-    3  # signals that come within so many seconds are one wish: a closing terminal sends several
-)
-
-
-class Stopped(KeyboardInterrupt):
-    """One of SIGNALS asked this process to end; the message is its name. As Ctrl-C it passes `except Exception`."""
-
-
-def stopped_by(problem: BaseException) -> str:
-    """Words for what stopped a run or a driver; a notebook's Ctrl-C is a KeyboardInterrupt without a message."""
-    if isinstance(problem, KeyboardInterrupt):
-        return f"stopped by {str(problem) or CTRL_C}"
-    return f"stopped by {type(problem).__name__}"
-
-
-@contextlib.contextmanager
-def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
-    """Inside, each of SIGNALS raises Stopped, with its name, in the main thread, which alone may enter.
-
-    A signal that is ignored stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S
-    is dropped, so that tidying up is not interrupted by the second signal of one wish.
+    A character that the encoding of an output lacks is printed as an escape, such as \\xef.
     """
-    last = -TOGETHER_S
-
-    def stop(number: int, _) -> None:
-        nonlocal last
-        if time.monotonic() - last < TOGETHER_S:
-            return
-        last = time.monotonic()
-        raise Stopped(names[number])
-
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    for number in SIGNALS:
-        if before[number] is not signal.SIG_IGN:
-            signal.signal(number, stop)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler or signal.SIG_DFL)
+    for stream in (sys.stdout, sys.stderr):
+        # A notebook's stream cannot be reconfigured, nor can one that is closed (None).
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    os.environ["PYTHONIOENCODING"] = f"{encoding}:backslashreplace"

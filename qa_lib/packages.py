@@ -1,8 +1,8 @@
 """Which packages are here, which are missing for what, and how a notebook in Colab gets them.
 
-Nothing is installed but by `prepare_notebook`, in Colab or when it is asked to, and never in a notebook that a driver
-executes. This imports the standard library alone, and `packaging` where versions are compared: it has to work where
-nothing else is installed.
+Nothing is installed but by `prepare_notebook`, in Colab or when it is asked to, and never in a
+notebook that a driver executes. This module imports the standard library alone, and `packaging`
+where versions are compared: it has to work where nothing else is installed.
 """
 
 from __future__ import annotations
@@ -26,19 +26,201 @@ from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT, importing
 if TYPE_CHECKING:
     from packaging.requirements import Requirement
 
-# Set by what executes notebooks, a sweep or a report, for their kernels: it has looked already.
-PREPARED = "QA_LIB_PREPARED"
-# Names of requirements.txt by what takes them; training and scoring take the rest. pyproject.toml has them as extras.
+# Packages of requirements.txt by what takes them; training and scoring take the rest.
+# pyproject.toml has them as extras.
 USES = {
     "notebooks": ("evaluate", "ipykernel", "ipywidgets", "papermill", "scipy", "seaborn"),
     "app": ("gradio", "starlette", "uvicorn"),
     "adapters": ("bitsandbytes", "peft"),
 }
 RUNNER = ("papermill", "ipykernel", "seaborn", "scipy")  # what a notebook is executed with
-# Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for it; one that is
-# installed for a user may be of an environment that is gone.
-KERNELS = PACKAGE / "lab" / "launch" / "jupyter"
 TORCHAO = "0.16"  # the oldest that peft bears beside itself, and that quantizes here
+
+
+# What is installed
+
+
+def version_of(package: str) -> str | None:
+    """Return the version of an installed package; None where it is not installed."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def is_importable(module: str) -> bool:
+    """Tell whether Python finds a module of that name; it is not imported."""
+    try:
+        return find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
+
+
+def is_torchao_usable() -> bool:
+    """Tell whether torchao is here, and new enough."""
+    from packaging.version import Version
+
+    version = version_of("torchao")
+    return version is not None and Version(version) >= Version(TORCHAO)
+
+
+def adapters_fault() -> str:
+    """Return why adapters cannot be used although peft is here, and what to type; "" if they can.
+
+    peft 0.19 and newer raise an error where a model gets an adapter beside a torchao that they find
+    too old.
+    """
+    peft = version_of("peft")
+    torchao = version_of("torchao")
+    if peft is None or torchao is None or is_torchao_usable():
+        return ""
+    return (
+        f"peft {peft} refuses torchao {torchao}: "
+        "type pip install -U torchao, or pip uninstall torchao"
+    )
+
+
+# What is required
+
+
+def requirements(uses: Iterable[str] = USES) -> list[Requirement]:
+    """Return what training, scoring and some further uses take, as requirements.txt has it."""
+    from packaging.requirements import Requirement
+
+    left_out = set()
+    for use, packages in USES.items():
+        if use not in uses:
+            left_out.update(packages)
+    return [
+        Requirement(line) for name, line in _requirement_lines().items() if name not in left_out
+    ]
+
+
+def _requirement_lines() -> dict[str, str]:
+    """Return the lines of requirements.txt by the name of their package."""
+    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
+    return {re.match(r"[\w.-]+", line).group(): line for line in lines}
+
+
+def how_to_install(packages: Iterable[str]) -> str:
+    """Return the command that installs some packages.
+
+    In a checkout it installs all that there are, of the versions that were tested.
+    """
+    if IS_CHECKOUT:
+        return f"pip install -r {os.path.relpath(ROOT / 'requirements.txt')}"
+    lines = _requirement_lines()
+    return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
+
+
+def how_to_have(module: str) -> str:
+    """Return what to type where a module was not found: what installs all that its use takes.
+
+    Modules that USES does not name, such as Pillow's, come with those that notebooks take.
+    """
+    packages = USES["notebooks"]
+    for names in USES.values():
+        if module in names:
+            packages = names
+    activate = "type . .venv/bin/activate, or " if IS_CHECKOUT else "type "
+    return activate + how_to_install(packages)
+
+
+def misfits(needs: Iterable[Requirement]) -> list[str]:
+    """Return a phrase for each package that is missing or of a version that is not wanted.
+
+    It looks at `needs`, at what these need, and so on: packages that fit one by one may not fit
+    each other. transformers 5.15 takes huggingface_hub below 2 alone.
+    """
+    from packaging.utils import canonicalize_name
+
+    phrases = []
+    seen = set()  # (package, extra) whose own needs are looked at already
+    waiting = [("this project", requirement) for requirement in needs]
+    while waiting:
+        needed_by, requirement = waiting.pop(0)
+        name = requirement.name
+        version = version_of(name)
+        if version is None:
+            phrases.append(f"{name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            phrases.append(
+                f"{name} {version} is not {requirement.specifier}, which {needed_by} takes"
+            )
+        for extra in ["", *requirement.extras]:
+            key = (canonicalize_name(name), extra)
+            if key not in seen:
+                seen.add(key)
+                waiting += [(f"{name} {version}", need) for need in _needs_of(name, extra)]
+    return list(dict.fromkeys(phrases))
+
+
+def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
+    """Yield what an installed package needs here, with one of its extras or with none ("")."""
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    for line in metadata.requires(package) or []:
+        try:
+            requirement = Requirement(line)
+        except InvalidRequirement:  # of a package of long ago
+            continue
+        if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
+            requirement.marker = None
+            yield requirement
+
+
+# What executes notebooks
+
+# Set by what executes notebooks, a sweep or a report, for their kernels: it has looked already.
+PREPARED = "QA_LIB_PREPARED"
+# Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for
+# it; one that is installed for a user may be of an environment that is gone.
+KERNELS = PACKAGE / "lab" / "launch" / "jupyter"
+
+
+def check_runner() -> None:
+    """Check that this Python can execute notebooks.
+
+    Raises UserError, which names the packages that are missing and what to type.
+    """
+    missing = [name for name in RUNNER if not is_importable(name)]
+    if missing:
+        raise UserError(
+            f"notebooks cannot be executed here: {', '.join(missing)} missing; "
+            f"type {how_to_install(missing)} (`run` trains without a notebook)"
+        )
+
+
+def jupyter_path() -> str:
+    """Return the JUPYTER_PATH by which notebooks run in this Python.
+
+    It comes before whatever kernels are installed, and keeps what the user has set.
+    """
+    paths_before = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
+    others = [path for path in paths_before if path not in ("", str(KERNELS))]
+    return os.pathsep.join([str(KERNELS), *others])
+
+
+@contextlib.contextmanager
+def environment_of_kernels() -> Iterator[None]:
+    """Change this process's environment, inside the block, to that of the kernels that it starts.
+
+    They are of this Python, have PREPARED, and import this library.
+    """
+    before = dict(os.environ)
+    os.environ.update(importing(os.environ))
+    os.environ[PREPARED] = "1"
+    os.environ["JUPYTER_PATH"] = jupyter_path()
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+# The first cell of a notebook
+
 # What a notebook imports, and what packages import late: a wrong version may show there alone.
 PARTS = (
     "qa_lib.run.fit",
@@ -46,14 +228,16 @@ PARTS = (
     "qa_lib.lab.report.figures",
     "qa_lib.lab.app.page",
 )
+# A program that imports the modules which its arguments name, and ends with one line for the first
+# that cannot be imported.
 IMPORT_ALL = """
 import importlib, sys
 for name in sys.argv[1:]:
     try:
         importlib.import_module(name)
     except Exception as problem:
-        said = str(problem).strip().splitlines() or [type(problem).__name__]
-        sys.exit(f"{name} cannot be imported: {said[0]}")
+        lines = str(problem).strip().splitlines() or [type(problem).__name__]
+        sys.exit(f"{name} cannot be imported: {lines[0]}")
 """
 
 
@@ -64,146 +248,13 @@ class NotReady(RuntimeError):
         return [str(self)]
 
 
-def version_of(package: str) -> str | None:
-    """The version of an installed package; None where it is not installed."""
-    with contextlib.suppress(metadata.PackageNotFoundError):
-        return metadata.version(package)
-
-
-def is_importable(module: str) -> bool:
-    """Whether Python finds a module of that name; it is not imported."""
-    try:
-        return find_spec(module) is not None
-    except (ImportError, ValueError):
-        return False
-
-
-def _lines() -> dict[str, str]:
-    """The lines of requirements.txt by the name of their package."""
-    lines = (ROOT / "requirements.txt").read_text(encoding="utf-8").split()
-    return {re.match(r"[\w.-]+", line).group(): line for line in lines}
-
-
-def requirements(uses: Iterable[str] = USES) -> list[Requirement]:
-    """What training and scoring take, and some uses, by requirements.txt."""
-    from packaging.requirements import Requirement
-
-    left_out = {name for use in USES if use not in uses for name in USES[use]}
-    return [Requirement(line) for name, line in _lines().items() if name not in left_out]
-
-
-def how_to_install(packages: Iterable[str]) -> str:
-    """The command that installs some packages: in a checkout all that there are, of the versions that were tested."""
-    if IS_CHECKOUT:
-        return f"pip install -r {os.path.relpath(ROOT / 'requirements.txt')}"
-    lines = _lines()
-    return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
-
-
-def how_to_have(module: str) -> str:
-    """What to type where a module was not found: what installs all that its use takes. Modules of no use's own, such as
-    Pillow's, come with those that notebooks take."""
-    use = next((use for use, names in USES.items() if module in names), "notebooks")
-    activate = "type . .venv/bin/activate, or " if IS_CHECKOUT else "type "
-    return activate + how_to_install(USES[use])
-
-
-def misfits(needs: Iterable[Requirement]) -> list[str]:
-    """What is missing or of a version that is not wanted, a phrase each: of `needs`, of what these need, and so on.
-
-    Packages that fit one by one may not fit each other: transformers 5.15 takes huggingface_hub below 2 alone.
-    """
-    from packaging.utils import canonicalize_name
-
-    found, expanded = [], set()
-    waiting = [("this project", needed) for needed in needs]
-    while waiting:
-        who, needed = waiting.pop(0)
-        there = version_of(needed.name)
-        if there is None:
-            found.append(f"{needed.name} is missing")
-            continue
-        if not needed.specifier.contains(there, prereleases=True):
-            found.append(f"{needed.name} {there} is not {needed.specifier}, which {who} takes")
-        for extra in ["", *needed.extras]:
-            key = canonicalize_name(needed.name), extra
-            if key not in expanded:
-                expanded.add(key)
-                asker = f"{needed.name} {there}"
-                waiting += [(asker, each) for each in _needs_of(needed.name, extra)]
-    return list(dict.fromkeys(found))
-
-
-def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
-    """What an installed package needs here, with one of its extras or with none ("")."""
-    from packaging.requirements import InvalidRequirement, Requirement
-
-    for line in metadata.requires(package) or []:
-        with contextlib.suppress(InvalidRequirement):  # of a package of long ago
-            needed = Requirement(line)
-            if needed.marker is None or needed.marker.evaluate({"extra": extra}):
-                needed.marker = None
-                yield needed
-
-
-def is_torchao_usable() -> bool:
-    """Whether torchao is here, and new enough."""
-    from packaging.version import Version
-
-    there = version_of("torchao")
-    return there is not None and Version(there) >= Version(TORCHAO)
-
-
-def adapters_fault() -> str:
-    """Why adapters cannot be used although peft is here, and what to type; "" where nothing is known.
-
-    peft 0.19 and newer raise an error where a model gets an adapter beside a torchao that they find too old.
-    """
-    peft, torchao = version_of("peft"), version_of("torchao")
-    if None in (peft, torchao) or is_torchao_usable():
-        return ""
-    return (
-        f"peft {peft} refuses torchao {torchao}: "
-        "type pip install -U torchao, or pip uninstall torchao"
-    )
-
-
-def check_runner() -> None:
-    """Raises UserError where this Python cannot execute notebooks, which says what is missing."""
-    missing = [name for name in RUNNER if not is_importable(name)]
-    if missing:
-        raise UserError(
-            f"notebooks cannot be executed here: {', '.join(missing)} missing; "
-            f"type {how_to_install(missing)} (`run` trains without a notebook)"
-        )
-
-
-def jupyter_path() -> str:
-    """The value of JUPYTER_PATH by which notebooks run in this Python, whatever kernels are installed beside it."""
-    before = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
-    return os.pathsep.join(
-        [str(KERNELS), *(path for path in before if path and path != str(KERNELS))]
-    )
-
-
-@contextlib.contextmanager
-def environment_of_kernels() -> Iterator[None]:
-    """Inside, kernels that this process starts are of this Python, have PREPARED, and import this library."""
-    before = dict(os.environ)
-    os.environ.update(importing(os.environ) | {PREPARED: "1", "JUPYTER_PATH": jupyter_path()})
-    try:
-        yield
-    finally:
-        os.environ.clear()
-        os.environ.update(before)
-
-
 def prepare_notebook(install: bool | None = None) -> None:
-    """What the first cell of each notebook does: see that what the notebook imports is here.
+    """See that what a notebook imports is here: its first cell calls this.
 
-    In Colab, or with `install`, pip installs what is missing or does not fit; elsewhere one line says what that is, and
-    what to type. In a checkout it goes to its root, where runs/ and figures/ are. Raises NotReady where pip fails, or
-    where something cannot be imported all the same. Does nothing where a driver executes the notebook.
+    In Colab, or with `install`, pip installs what is missing or does not fit; elsewhere one line
+    says what that is, and what to type. In a checkout it goes to its root, where runs/ and figures/
+    are. It does nothing where a driver executes the notebook. Raises NotReady where pip fails, or
+    where something cannot be imported all the same.
     """
     if PREPARED in os.environ:
         return
@@ -211,28 +262,35 @@ def prepare_notebook(install: bool | None = None) -> None:
     if install is None:
         install = version_of("google-colab") is not None
     if not install:
-        if faults := misfits(requirements(["notebooks"])):
-            packages = [said.split()[0] for said in faults]
-            print(f"{'; '.join(faults)}: type %{how_to_install(packages)}", file=sys.stderr)
+        _say_what_is_missing()
         return
-    with _alone():  # the same look behind the lock: another process may have just installed it
-        if misfits(_without_torch()) or adapters_fault():
+    with _environment_lock():
+        # The look is behind the lock, since another process may have just installed it.
+        if misfits(_requirements_but_torch()) or adapters_fault():
             loaded = _versions_loaded()
             _install()
             _check_imports()
-            _check_loaded(loaded)
+            _check_not_replaced(loaded)
 
 
 def _go_to_the_checkout() -> None:
-    """Go to the root of a checkout from its notebooks, or from the folder into which a notebook has cloned it."""
+    """Go to the root of a checkout, where a notebook runs in its folder or has just cloned it."""
     if IS_CHECKOUT and Path.cwd() in (ROOT / "notebooks", ROOT.parent):
         os.chdir(ROOT)
-    # By which the first cell has found the library; they lead elsewhere from here.
+    # The first cell has found the library by these; from the root they lead elsewhere.
     sys.path[:] = [folder for folder in sys.path if folder not in ("..", "lab")]
 
 
+def _say_what_is_missing() -> None:
+    """Print a line that names what is missing for notebooks or does not fit, and what to type."""
+    phrases = misfits(requirements(["notebooks"]))
+    if phrases:
+        packages = [phrase.split()[0] for phrase in phrases]
+        print(f"{'; '.join(phrases)}: type %{how_to_install(packages)}", file=sys.stderr)
+
+
 @contextlib.contextmanager
-def _alone() -> Iterator[None]:
+def _environment_lock() -> Iterator[None]:
     """Hold this Python's environment: two processes must not install into it at once."""
     folder = os.open(sys.prefix, os.O_RDONLY)
     try:
@@ -242,55 +300,77 @@ def _alone() -> Iterator[None]:
         os.close(folder)
 
 
-def _without_torch() -> list[Requirement]:
-    """All requirements but torch, where there is one: it was built for the machine's driver. Says so if it is of a
-    version that was not tested."""
-    there, every = version_of("torch"), requirements()
-    if there is None:
-        return every
-    (torch,) = [needed for needed in every if needed.name == "torch"]
-    if not torch.specifier.contains(there, prereleases=True):
-        said = f"torch {there} is left alone, but this was tested with {torch.specifier}"
-        print(said, file=sys.stderr)
-    return [needed for needed in every if needed.name != "torch"]
+def _requirements_but_torch() -> list[Requirement]:
+    """Return all requirements but torch, where it is here: it was built for the machine's driver.
+
+    Prints a line if it is of a version that was not tested.
+    """
+    version = version_of("torch")
+    if version is None:
+        return requirements()
+    others = []
+    for requirement in requirements():
+        if requirement.name != "torch":
+            others.append(requirement)
+        elif not requirement.specifier.contains(version, prereleases=True):
+            print(
+                f"torch {version} is left alone, but this was tested with {requirement.specifier}",
+                file=sys.stderr,
+            )
+    return others
 
 
 def _install() -> None:
-    """Have pip install all requirements, so that it finds versions that go together; torch stays as it is. A torchao
-    that peft refuses is upgraded, and not removed: others may import it. Raises NotReady."""
-    words = [str(needed) for needed in _without_torch()]
-    if there := version_of("torch"):
-        words.append(f"torch=={there}")
+    """Have pip install all requirements at once, so that it finds versions that go together.
+
+    torch stays as it is. A torchao that peft refuses is upgraded, and not removed: others may
+    import it. Raises NotReady.
+    """
+    packages = [str(requirement) for requirement in _requirements_but_torch()]
+    torch_version = version_of("torch")
+    if torch_version is not None:
+        packages.append(f"torch=={torch_version}")
     if adapters_fault():
-        words.append(f"torchao>={TORCHAO}")
-    command = [sys.executable, "-m", "pip", "install", "-q", *words]
+        packages.append(f"torchao>={TORCHAO}")
+    command = [sys.executable, "-m", "pip", "install", "-q", *packages]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        said = re.findall(r"(?m)^ERROR: (.*)$", done.stderr) or done.stderr.splitlines() or ["it"]
-        raise NotReady(f"pip could not install what this notebook needs: {said[-1].strip()}")
+    if done.returncode != 0:
+        errors = re.findall(r"(?m)^ERROR: (.*)$", done.stderr)
+        lines = errors or done.stderr.splitlines() or ["it"]
+        raise NotReady(f"pip could not install what this notebook needs: {lines[-1].strip()}")
 
 
 def _check_imports() -> None:
-    """Raises NotReady where a package that is here now cannot be imported, in a process that has not imported any."""
-    names = [needed.name for needed in requirements()]
-    names += ["torchao"] * (version_of("torchao") is not None)
+    """Check that packages and PARTS can be imported, in a process that has not imported any.
+
+    Raises NotReady for the first that cannot.
+    """
+    names = [requirement.name for requirement in requirements()]
+    if version_of("torchao") is not None:
+        names.append("torchao")
     command = [sys.executable, "-c", IMPORT_ALL, *names, *PARTS]
     done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise NotReady((done.stderr.strip().splitlines() or ["Python ended"])[-1])
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or ["Python ended"]
+        raise NotReady(lines[-1])
 
 
-def _versions_loaded() -> dict[str, str]:
-    """The version of each installed package of which this process has imported something."""
+def _versions_loaded() -> dict[str, str | None]:
+    """Return the version of each installed package of which this process has imported something."""
     owners = metadata.packages_distributions()
-    loaded = {name.partition(".")[0] for name in sys.modules}
-    packages = {package for name in loaded for package in owners.get(name, ())}
-    return {package: version_of(package) for package in packages - {"packaging"}}
+    packages = set()
+    for module in sys.modules:
+        packages.update(owners.get(module.partition(".")[0], ()))
+    packages.discard("packaging")
+    return {package: version_of(package) for package in packages}
 
 
-def _check_loaded(before: dict[str, str]) -> None:
-    """Raises NotReady where a package was replaced that this process had imported: it would mix both versions."""
-    replaced = [name for name, version in before.items() if version_of(name) != version]
+def _check_not_replaced(versions_before: dict[str, str | None]) -> None:
+    """Check that no package was replaced that this process had imported.
+
+    Raises NotReady where one was: the process would mix both versions.
+    """
+    replaced = [name for name, version in versions_before.items() if version_of(name) != version]
     if replaced:
         raise NotReady(
             f"{', '.join(sorted(replaced))} was replaced while in use: restart the session "

@@ -1,6 +1,8 @@
-"""Where the lab's own files are: notebooks/, the committed records in runs/, pictures in figures/, requirements.txt.
+"""Where the library's own files are: in a checkout, or in an installed package.
 
-Everything that a command writes goes to the current folder, or where its options say, and never here.
+They are notebooks/, the committed records in runs/, pictures in figures/ and requirements.txt.
+Everything that a command writes goes to the current folder, or where its options say, and never
+here.
 """
 
 import os
@@ -14,10 +16,12 @@ ROOT = PACKAGE.parent if IS_CHECKOUT else _PACKED
 
 
 def importing(environment: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables with which a child process imports this library as this one does, also where it lies in a
-    checkout that is neither installed nor the current folder."""
-    if not IS_CHECKOUT:
-        return dict(environment)
-    before = environment.get("PYTHONPATH")
-    path = os.pathsep.join([str(ROOT), *([before] if before else [])])
-    return {**environment, "PYTHONPATH": path}
+    """Return environment variables with which a child process imports this library, too.
+
+    Without them it would not find a checkout that is neither installed nor the current folder.
+    """
+    variables = dict(environment)
+    if IS_CHECKOUT:
+        path_before = environment.get("PYTHONPATH")
+        variables["PYTHONPATH"] = f"{ROOT}{os.pathsep}{path_before}" if path_before else str(ROOT)
+    return variables

@@ -1,11 +1,12 @@
 """Folders whose content this process runs: they must be this user's, and nobody else's to write to.
 
-What compilers keep is loaded without a further look, so that whoever can put a file there, or can put another folder in
-its place, can run code as this user. root can do so anyway.
+What compilers keep is loaded without a further look, so that whoever can put a file there, or can
+put another folder in its place, can run code as this user. root can do so anyway.
 """
 
 import contextlib
 import grp
+import hashlib
 import os
 import pwd
 import re
@@ -13,7 +14,6 @@ import shlex
 import stat
 import tempfile
 from collections.abc import Iterator
-from hashlib import sha256
 from pathlib import Path
 
 from qa_lib.errors import UserError
@@ -23,103 +23,141 @@ OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 BREAKS_A_COMMAND = re.compile(r"[\s'\"\\]")
 
 
+# A folder and all that is in it
+
+
 def check_private(folder: Path) -> None:
-    """Raises UserError, which names the first offending path and what to do, unless a folder, all that is in it and the
-    way to it are nobody else's to change. The folder is an absolute path."""
+    """Check that a folder, all that is in it and the way to it are nobody else's to change.
+
+    The folder is an absolute path. Raises UserError, which names the first offending path and what
+    to type.
+    """
     check_way(folder)
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode):
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode):
         raise UserError(f"{folder} is no folder: remove it: rm {shlex.quote(str(folder))}")
-    offending = next(_offending(folder), None) if is_ours(found) else folder
-    if offending:
+    offending = next(_offending(folder), None) if is_ours(status) else folder
+    if offending is not None:
         raise UserError(
             f"{offending} is not yours alone to write to, and what is kept there is run: "
             f"remove it: rm -r {shlex.quote(str(folder))}"
         )
 
 
+def is_ours(status: os.stat_result) -> bool:
+    """Tell whether a file or folder is this user's and for nobody else to write."""
+    return status.st_uid == os.getuid() and not status.st_mode & OTHERS_WRITE
+
+
+def _offending(folder: Path) -> Iterator[str]:
+    """Yield the paths in a folder, at any depth, that others may have a hand in.
+
+    They belong to others, are for others to write, or are links that lead out of the folder.
+    """
+    inside = os.path.realpath(folder) + os.sep
+    unread_folders = [os.fspath(folder)]
+    while unread_folders:
+        with os.scandir(unread_folders.pop()) as entries:
+            for entry in entries:
+                status = entry.stat(follow_symlinks=False)
+                if entry.is_symlink():
+                    leads_out = not os.path.realpath(entry.path).startswith(inside)
+                    if status.st_uid != os.getuid() or leads_out:
+                        yield entry.path
+                elif not is_ours(status):
+                    yield entry.path
+                elif entry.is_dir(follow_symlinks=False):
+                    unread_folders.append(entry.path)
+
+
+# The way to a folder
+
+
 def check_way(folder: Path) -> None:
-    """Raises UserError, which names the path, where others than this user and root could put another folder in the
-    place of one that is passed on the way to `folder`, an absolute path. What is not there yet is passed over."""
+    """Check that only this user and root can put another folder in the place of one on the way.
+
+    The folder is an absolute path. What is not there yet is passed over. Raises UserError, which
+    names the offending path.
+    """
     for place in reversed(folder.parents):
         if not place.exists():
             return
-        _check_passed(place, folder)
+        _check_place(place, folder)
 
 
-def _check_passed(place: Path, folder: Path) -> None:
-    """`check_way` of one folder, or of a link and what it leads to."""
-    found = place.lstat()
-    others_write = _others_write(found, place) and not found.st_mode & stat.S_ISVTX
-    if stat.S_ISLNK(found.st_mode):  # whose mode says nothing
-        others_write = False
-    if found.st_uid not in (0, os.getuid()) or others_write:
+def _check_place(place: Path, folder: Path) -> None:
+    """Check one place on the way to a folder; of a link, also the way that it leads."""
+    status = place.lstat()
+    is_link = stat.S_ISLNK(status.st_mode)
+    # The mode of a link says nothing. In a sticky folder each removes what is their own alone.
+    is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    is_open = not is_link and not is_sticky and _others_can_write(status, place)
+    if status.st_uid not in (0, os.getuid()) or is_open:
         raise UserError(
             f"{place}, on the way to {folder}, is for others to change: "
             "name a folder below one that only you can write to"
         )
-    if stat.S_ISLNK(found.st_mode):
+    if is_link:
         target = place.parent / place.readlink()
         check_way(target)
-        _check_passed(target, folder)
+        _check_place(target, folder)
 
 
-def _others_write(found: os.stat_result, place: Path) -> bool:
-    """Whether others may write to a folder; the group that many systems give to each user alone is nobody else."""
-    if found.st_mode & stat.S_IWOTH:
+def _others_can_write(status: os.stat_result, place: Path) -> bool:
+    """Tell whether others may write to a folder.
+
+    The group that many systems give to each user alone is nobody else.
+    """
+    if status.st_mode & stat.S_IWOTH:
         return True
-    return bool(found.st_mode & stat.S_IWGRP) and not _is_own_group(found.st_gid, place)
+    if status.st_mode & stat.S_IWGRP:
+        return not _is_private_group(status.st_gid, place)
+    return False
 
 
-def _is_own_group(number: int, place: Path) -> bool:
-    """Whether a group is this user's alone: it has the user's name and no further member. Where access lists are set,
-    the group's bits speak of others as well."""
+def _is_private_group(group_id: int, place: Path) -> bool:
+    """Tell whether a group is this user's alone: it has their name, and no further member.
+
+    It is not where the place has an access list: the group's bits then speak of others as well.
+    """
     try:
-        group, user = grp.getgrgid(number), pwd.getpwuid(os.getuid())
-        lists = os.listxattr(place) if hasattr(os, "listxattr") else []
+        group = grp.getgrgid(group_id)
+        user = pwd.getpwuid(os.getuid())
+        attributes = os.listxattr(place) if hasattr(os, "listxattr") else []
     except (KeyError, OSError):
         return False
-    alone = group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
-    return alone and "system.posix_acl_access" not in lists
+    if "system.posix_acl_access" in attributes:
+        return False
+    return group.gr_name == user.pw_name and set(group.gr_mem) <= {user.pw_name}
 
 
-def is_ours(found: os.stat_result) -> bool:
-    """Whether a file or folder is this user's and for nobody else to write."""
-    return found.st_uid == os.getuid() and not found.st_mode & OTHERS_WRITE
-
-
-def _offending(folder: Path) -> Iterator[str]:
-    """What is in a folder, at any depth, and belongs to others, is for others to write, or is a link to elsewhere."""
-    within = os.path.realpath(folder) + os.sep
-    waiting = [os.fspath(folder)]
-    while waiting:
-        with os.scandir(waiting.pop()) as entries:
-            for entry in entries:
-                found = entry.stat(follow_symlinks=False)
-                if entry.is_symlink():
-                    if found.st_uid != os.getuid() or not _leads_into(entry.path, within):
-                        yield entry.path
-                elif not is_ours(found):
-                    yield entry.path
-                elif entry.is_dir(follow_symlinks=False):
-                    waiting.append(entry.path)
-
-
-def _leads_into(link: str, within: str) -> bool:
-    return os.path.realpath(link).startswith(within)
+# Paths for compilers
 
 
 def plain_path(path: str) -> str:
-    """A path to the same file or folder that an unquoted command line can have: itself, or a link to it below a
-    temporary folder. Raises UserError where there is no such folder, or others can write to it."""
+    """Return a path to the same file or folder that an unquoted command line can have.
+
+    It is the path itself, or a link to it below a temporary folder. Raises UserError where there is
+    no such folder, or others can write to it.
+    """
     if not BREAKS_A_COMMAND.search(path):
         return path
-    places = dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"])
-    usable = [
-        place
-        for place in places
-        if not BREAKS_A_COMMAND.search(place) and os.access(place, os.W_OK | os.X_OK)
-    ]
+    links = _folder_of_links(path)
+    link = links / hashlib.sha256(os.fsencode(path)).hexdigest()[:16]
+    if not link.is_symlink():
+        with contextlib.suppress(FileExistsError):  # another process was quicker
+            link.symlink_to(path)
+    return str(link)
+
+
+def _folder_of_links(path: str) -> Path:
+    """Return this user's folder of links below a temporary folder, after making it.
+
+    Raises UserError where there is no room for it, which names the `path` that needs a link, and
+    where others can write to it.
+    """
+    places = list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))
+    usable = [place for place in places if _takes_links(place)]
     if not usable:
         raise UserError(
             f"{path!r}: compilers take no path with blanks or quotes, and {' and '.join(places)} "
@@ -128,11 +166,12 @@ def plain_path(path: str) -> str:
     links = Path(usable[0], f"qa_lib-{os.getuid()}-paths")
     links.mkdir(mode=0o700, exist_ok=True)
     check_way(links)
-    found = links.lstat()
-    if not stat.S_ISDIR(found.st_mode) or not is_ours(found):
+    status = links.lstat()
+    if not stat.S_ISDIR(status.st_mode) or not is_ours(status):
         raise UserError(f"{links} is not yours alone to write to: remove it: rm -r {links}")
-    link = links / sha256(os.fsencode(path)).hexdigest()[:16]
-    if not link.is_symlink():
-        with contextlib.suppress(FileExistsError):  # another process was quicker
-            link.symlink_to(path)
-    return str(link)
+    return links
+
+
+def _takes_links(place: str) -> bool:
+    """Tell whether this user can write to a folder, and a command line can have its path."""
+    return not BREAKS_A_COMMAND.search(place) and os.access(place, os.W_OK | os.X_OK)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from qa_lib.lab.app.serving import ANSWERS, JOIN
+from qa_lib.lab.app.gate import ANSWERS, JOIN
 
 
 class Request(NamedTuple):

@@ -12,8 +12,8 @@ from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.lab import sweep
+from qa_lib.lab.app.asking import answer as app_answer
 from qa_lib.lab.app.choices import named
-from qa_lib.lab.app.page import answer as app_answer
 from qa_lib.lab.cli.verbs import parser_of
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.tools.quantize import quantize_run

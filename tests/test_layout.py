@@ -15,6 +15,7 @@ from tests.material import without_torch
 ORDER = [
     "loaded",
     "errors",
+    "signals",
     "calls",
     "private",
     "paths",
@@ -39,6 +40,7 @@ BY_THEMSELVES = ["peers", "kernels"]
 WITHOUT_TORCH = [
     "loaded",
     "errors",
+    "signals",
     "calls",
     "paths",
     "packages",

@@ -1,4 +1,7 @@
-"""What is installed, what is missing, and what pip is asked for: with distributions and wheels of these tests' own."""
+"""What is installed, what is missing, and what pip is asked for.
+
+The distributions and wheels are these tests' own.
+"""
 
 import json
 import os
@@ -33,25 +36,27 @@ NAMES = [Requirement(line).name for line in LINES]
 
 
 def metadata_of(name: str, version: str, requires=()) -> str:
+    """Return the file METADATA of a distribution that requires these lines."""
     lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
     return "\n".join([*lines, *(f"Requires-Dist: {line}" for line in requires), ""])
 
 
-def installed(folder: Path, name: str, version: str, requires=(), source: str | None = "") -> None:
-    """An installed distribution in a folder, with a module of its name unless its source is None."""
+def make_installed(folder: Path, name: str, version: str, requires=(), source: str = "") -> None:
+    """Make an installed distribution in a folder, with a module of its name."""
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text(metadata_of(name, version, requires))
     (info / "INSTALLER").write_text("pip\n")
     module = f"{name.replace('-', '_')}.py"
-    files = [module, *(f"{info.name}/{name}" for name in ("METADATA", "INSTALLER", "RECORD"))]
+    (folder / module).write_text(source)
+    files = [module]
+    for file in ("METADATA", "INSTALLER", "RECORD"):
+        files.append(f"{info.name}/{file}")
     (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
-    if source is not None:
-        (folder / module).write_text(source)
 
 
-def wheel(folder: Path, name: str, version: str, requires=(), source: str = "") -> None:
-    """A wheel in a folder, with a module of its name."""
+def make_wheel(folder: Path, name: str, version: str, requires=(), source: str = "") -> None:
+    """Make a wheel in a folder, with a module of its name."""
     stem = f"{name.replace('-', '_')}-{version}"
     tags = "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
     files = {
@@ -59,75 +64,115 @@ def wheel(folder: Path, name: str, version: str, requires=(), source: str = "") 
         f"{stem}.dist-info/METADATA": metadata_of(name, version, requires),
         f"{stem}.dist-info/WHEEL": tags,
     }
-    record = "".join(f"{path},,\n" for path in [*files, f"{stem}.dist-info/RECORD"])
+    record = f"{stem}.dist-info/RECORD"
+    files[record] = "".join(f"{path},,\n" for path in [*files, record])
     folder.mkdir(exist_ok=True)
     with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
-        for path, content in (files | {f"{stem}.dist-info/RECORD": record}).items():
+        for path, content in files.items():
             archive.writestr(path, content)
 
 
 # What pyproject.toml says.
 
 
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+
+
 def test_the_requirements_are_the_package_and_its_extras():
-    project = PROJECT["project"]
-    extras = project["optional-dependencies"]
-    every = project["dependencies"] + [line for use in packages.USES for line in extras[use]]
-    assert sorted(every) == sorted(LINES)
-    for use, names in packages.USES.items():
-        assert sorted(Requirement(line).name for line in extras[use]) == sorted(names)
+    lines = list(PROJECT["project"]["dependencies"])
+    for use in packages.USES:
+        lines += EXTRAS[use]
+    assert sorted(lines) == sorted(LINES)
+
+
+@pytest.mark.parametrize("use", packages.USES)
+def test_an_extra_has_the_packages_of_its_use(use):
+    names = [Requirement(line).name for line in EXTRAS[use]]
+    assert sorted(names) == sorted(packages.USES[use])
+
+
+def test_the_extra_of_developers_is_what_tests_take():
     for_tests = (ROOT / "tests" / "requirements.txt").read_text(encoding="utf-8").split()
-    assert sorted(extras["dev"]) == sorted(for_tests)
+    assert sorted(EXTRAS["dev"]) == sorted(for_tests)
 
 
-def test_the_package_has_all_its_folders_and_the_reference_records():
+def test_the_package_has_all_its_folders():
     listed = PROJECT["tool"]["setuptools"]["packages"]
-    assert sorted(listed) == sorted(
-        [*find_packages(str(ROOT), include=["qa_lib*"]), "qa_lib.files"]
-    )
-    files = PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]
+    folders = find_packages(str(ROOT), include=["qa_lib*"])
+    assert sorted(listed) == sorted([*folders, "qa_lib.files"])
+
+
+PACKED_FILES = PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]
+
+
+def test_the_package_has_the_reference_records_and_their_picture():
     groups = {task.reference for task in TASKS.values()}
-    assert {f"runs/{group}.jsonl" for group in groups} <= set(files)
-    assert f"figures/{TASKS['qa'].reference}/ladder.png" in files
-    assert [name for name in files if not list(ROOT.glob(name))] == []
+    assert {f"runs/{group}.jsonl" for group in groups} <= set(PACKED_FILES)
+    assert f"figures/{TASKS['qa'].reference}/ladder.png" in PACKED_FILES
+
+
+@pytest.mark.parametrize("pattern", PACKED_FILES)
+def test_a_file_that_the_package_is_to_have_exists(pattern):
+    assert list(ROOT.glob(pattern))
 
 
 # What is missing, and what does not fit.
 
 
-def test_what_does_not_fit_another_package_is_found(tmp_path, monkeypatch):
-    installed(tmp_path, "stub-models", "5.15", ["stub-hub>=1.5,<2", "stub-gpu; extra == 'gpu'"])
-    installed(tmp_path, "stub-hub", "2.4")
+@pytest.fixture
+def stubs(tmp_path, monkeypatch):
+    """Two installed packages that do not fit each other."""
+    needs = ["stub-hub>=1.5,<2", "stub-gpu; extra == 'gpu'"]
+    make_installed(tmp_path, "stub-models", "5.15", needs)
+    make_installed(tmp_path, "stub-hub", "2.4")
     monkeypatch.syspath_prepend(tmp_path)
-    needs = [Requirement(line) for line in ("stub-models>=5", "stub-hub>=1.31,<3", "stub-none>=1")]
-    said = packages.misfits(needs)
-    assert said[1:] == ["stub-hub 2.4 is not <2,>=1.5, which stub-models 5.15 takes"]
-    assert said[0] == "stub-none is missing"
-    wanted = packages.misfits([Requirement("stub-models[gpu]")])
-    assert "stub-gpu is missing" in wanted
+
+
+def test_what_is_missing_and_what_does_not_fit_another_package_is_found(stubs):
+    lines = ("stub-models>=5", "stub-hub>=1.31,<3", "stub-none>=1")
+    assert packages.misfits([Requirement(line) for line in lines]) == [
+        "stub-none is missing",
+        "stub-hub 2.4 is not <2,>=1.5, which stub-models 5.15 takes",
+    ]
+
+
+def test_what_an_extra_needs_is_found(stubs):
+    assert "stub-gpu is missing" in packages.misfits([Requirement("stub-models[gpu]")])
+
+
+def test_a_torchao_that_peft_refuses_is_named(monkeypatch):
+    versions = {"peft": "0.20.0", "torchao": "0.10.0"}
+    monkeypatch.setattr(packages, "version_of", versions.get)
+    fault = "peft 0.20.0 refuses torchao 0.10.0: type pip install -U"
+    assert packages.adapters_fault().startswith(fault)
 
 
 @pytest.mark.parametrize(
-    ("torchao", "fault"),
-    [("0.10.0", "peft 0.20.0 refuses torchao 0.10.0: type pip install -U"), ("0.16.0", "")],
+    "versions",
+    [{"peft": "0.20.0", "torchao": "0.16.0"}, {"peft": "0.20.0"}, {"torchao": "0.10.0"}],
 )
-def test_a_torchao_that_peft_refuses_is_named(tmp_path, monkeypatch, torchao, fault):
-    versions = {"peft": "0.20.0", "torchao": torchao}
+def test_a_torchao_that_peft_takes_or_that_is_not_beside_it_is_no_fault(monkeypatch, versions):
     monkeypatch.setattr(packages, "version_of", versions.get)
-    assert packages.adapters_fault().startswith(fault) and bool(packages.adapters_fault()) == bool(
-        fault
-    )
+    assert packages.adapters_fault() == ""
 
 
-def test_a_torchao_that_cannot_quantize_is_named(monkeypatch):
+@pytest.fixture
+def old_torchao(monkeypatch):
+    """A torchao that is too old to quantize, and can be imported."""
     module = types.ModuleType("torchao")
-    parts = ("torchao", "torchao.quantization", "torchao.quantization.qat")
-    for name in parts:
+    module.quantization = module
+    module.qat = module
+    for name in ("torchao", "torchao.quantization", "torchao.quantization.qat"):
         monkeypatch.setitem(sys.modules, name, module)
-    module.quantization = module.qat = module
     monkeypatch.setattr(qat, "version_of", {"torchao": "0.10.0"}.get)
     monkeypatch.setattr(packages, "version_of", {"torchao": "0.10.0"}.get)
+
+
+def test_a_torchao_that_cannot_quantize_is_named(old_torchao):
     refused("need torchao 0.16 or newer, here 0.10.0: pip install -U torchao", qat._torchao)
+
+
+def test_quantized_weights_without_torchao_are_skipped():
     (spec,) = plan(["A1-int8"], "smoke", data="synthetic:40", machine=Machine(compiler=True))
     assert spec.skip == "needs the package torchao, 0.16 or newer: type pip install -U torchao"
 
@@ -146,9 +191,12 @@ def test_lora_beside_such_a_torchao_is_one_line_where_the_model_is_built(monkeyp
     refused("peft 0.20.0 refuses torchao", build.build_model, planned("B1"))
 
 
-def test_lora_without_peft_is_one_line(monkeypatch):
+def test_lora_without_peft_is_one_line_where_the_model_is_built(monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
     refused("pip install peft", build.build_model, planned("B1"))
+
+
+def test_lora_without_peft_is_skipped():
     (spec,) = plan(["B1"], "smoke", data="synthetic:40", machine=Machine(compiler=True))
     assert spec.skip == "needs the package peft: type pip install peft"
 
@@ -162,7 +210,8 @@ def test_a_python_without_papermill_says_what_to_type(monkeypatch):
 def test_a_sweep_without_papermill_starts_nothing(tmp_path, monkeypatch, typed):
     monkeypatch.setattr(packages, "is_importable", lambda name: name != "papermill")
     said = typed(f"sweep --preset smoke --variants A1 --runs {tmp_path}", code=2)
-    assert "papermill missing" in said and not list(tmp_path.iterdir())
+    assert "papermill missing" in said
+    assert list(tmp_path.iterdir()) == []
 
 
 # Installing, in Colab: an environment of stub distributions, and pip without a network.
@@ -174,52 +223,27 @@ if int(version("huggingface_hub").split(".")[0]) >= 2:
 HUB_1, HUB_2 = ["huggingface_hub>=1.5,<2"], ["huggingface_hub>=2.1,<3"]
 
 
+PURELIB = Path(sysconfig.get_path("purelib"))
+
+
 class Colab:
     """A Python with what Colab has, as far as that matters here, and an index of a few wheels."""
 
     def __init__(self, folder: Path):
-        self.folder, self.index = folder, folder / "index"
+        self.folder = folder
+        self.index = folder / "index"
+        self.checkout = folder / "lab"
+        self.tools = folder / "tools"
         venv.create(folder / "venv", with_pip=False)
         self.python = folder / "venv" / "bin" / "python"
         self.site = next((folder / "venv" / "lib").glob("*/site-packages"))
-        for name, version, *more in (
-            ("torch", "2.11.0+cu128"),
-            ("transformers", "5.15.0", HUB_1, MODELS),
-            ("huggingface_hub", "1.27.0"),
-            ("peft", "0.20.0", ["transformers"]),
-            ("torchao", "0.10.0"),
-            ("google-colab", "1.0.0"),
-        ):
-            installed(self.site, name, version, *more)
-        self.offer("transformers", "5.23.0", HUB_2)
-        self.offer("transformers", "5.15.0", HUB_1, MODELS)
-        self.offer("huggingface_hub", "2.4.0")
-        self.offer("huggingface_hub", "1.40.0")
-        self.offer("torchao", "0.18.0")
-        self.offer("torch", "2.13.0")
-        for line in LINES:
-            needed = Requirement(line)
-            if needed.name not in ("torch", "transformers", "huggingface_hub"):
-                least = next(s.version for s in needed.specifier if s.operator == ">=")
-                self.offer(needed.name, least, ["transformers"] * (needed.name == "peft"))
-        # The part of the checkout that the setup cell needs, and empty modules for what it imports at its end.
-        library = folder / "lab" / "qa_lib"
-        for part in packages.PARTS:
-            path = library.parent / f"{part.replace('.', '/')}.py"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.touch()
-        for name in ("__init__", "loaded", "packages", "paths", "errors"):
-            source = ROOT / "qa_lib" / f"{name}.py"
-            (library / source.name).write_text(source.read_text(encoding="utf-8"))
-        (library.parent / "requirements.txt").write_text("\n".join(LINES))
-        # pip and packaging of the tests' Python, without their being installed there.
-        tools = folder / "tools"
-        tools.mkdir()
-        for name in ("pip", "packaging"):
-            (tools / name).symlink_to(Path(sysconfig.get_path("purelib")) / name)
+        self._install_what_colab_has()
+        self._fill_index()
+        self._make_checkout()
+        self._link_tools()
         self.environment = {
             "PATH": os.environ["PATH"],
-            "PYTHONPATH": f"{library.parent}:{tools}",
+            "PYTHONPATH": f"{self.checkout}:{self.tools}",
             "PIP_NO_INDEX": "1",
             "PIP_FIND_LINKS": str(self.index),
             "PIP_CONFIG_FILE": os.devnull,
@@ -227,8 +251,44 @@ class Colab:
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
         }
 
-    def offer(self, *words) -> None:
-        wheel(self.index, *words)
+    def _install_what_colab_has(self) -> None:
+        make_installed(self.site, "torch", "2.11.0+cu128")
+        make_installed(self.site, "transformers", "5.15.0", HUB_1, MODELS)
+        make_installed(self.site, "huggingface_hub", "1.27.0")
+        make_installed(self.site, "peft", "0.20.0", ["transformers"])
+        make_installed(self.site, "torchao", "0.10.0")
+        make_installed(self.site, "google-colab", "1.0.0")
+
+    def _fill_index(self) -> None:
+        make_wheel(self.index, "transformers", "5.23.0", HUB_2)
+        make_wheel(self.index, "transformers", "5.15.0", HUB_1, MODELS)
+        make_wheel(self.index, "huggingface_hub", "2.4.0")
+        make_wheel(self.index, "huggingface_hub", "1.40.0")
+        make_wheel(self.index, "torchao", "0.18.0")
+        make_wheel(self.index, "torch", "2.13.0")
+        for line in LINES:
+            requirement = Requirement(line)
+            name = requirement.name
+            if name not in ("torch", "transformers", "huggingface_hub"):
+                least = next(s.version for s in requirement.specifier if s.operator == ">=")
+                requires = ["transformers"] if name == "peft" else []
+                make_wheel(self.index, name, least, requires)
+
+    def _make_checkout(self) -> None:
+        """Make what the setup cell needs of a checkout: modules that it imports at its end are empty."""
+        for part in packages.PARTS:
+            path = self.checkout / f"{part.replace('.', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.touch()
+        for name in ("__init__", "loaded", "packages", "paths", "errors"):
+            shutil.copy(ROOT / "qa_lib" / f"{name}.py", self.checkout / "qa_lib")
+        (self.checkout / "requirements.txt").write_text("\n".join(LINES))
+
+    def _link_tools(self) -> None:
+        """Lend it pip and packaging of the tests' Python, without their being installed there."""
+        self.tools.mkdir()
+        for name in ("pip", "packaging"):
+            (self.tools / name).symlink_to(PURELIB / name)
 
     def run(self, program: str, **more: str) -> subprocess.CompletedProcess:
         command = [self.python, "-c", program]
@@ -242,15 +302,14 @@ class Colab:
         return self.run("from qa_lib.packages import prepare_notebook; prepare_notebook()", **more)
 
     def version(self, name: str) -> str | None:
+        """Return the version of a package that is installed once; None where it is not."""
         stem = name.replace("-", "_")
-        found = [path.name.split("-")[1] for path in self.site.glob(f"{stem}-*.dist-info")]
-        assert len(found) < 2
-        return found[0].removesuffix(".dist") if found else None
+        versions = [path.name.split("-")[1] for path in self.site.glob(f"{stem}-*.dist-info")]
+        assert len(versions) < 2
+        return versions[0].removesuffix(".dist") if versions else None
 
 
-needs_pip = pytest.mark.skipif(
-    not (Path(sysconfig.get_path("purelib")) / "pip").is_dir(), reason="no pip here"
-)
+needs_pip = pytest.mark.skipif(not (PURELIB / "pip").is_dir(), reason="no pip here")
 
 
 @pytest.fixture
@@ -273,7 +332,7 @@ def test_the_setup_cell_leaves_colab_with_packages_that_go_together(colab):
 
 @needs_pip
 def test_packages_that_fit_one_by_one_and_not_each_other_are_mended(colab):
-    """What the setup cell of before left behind: every line is met, and transformers cannot be imported."""
+    """Every line of the requirements is met here, and transformers cannot be imported."""
     assert colab.prepare().returncode == 0
     hub = "huggingface_hub==2.4.0"
     assert colab.run(f"from pip import main; main(['install', '-q', '{hub}'])").returncode == 0
@@ -285,7 +344,8 @@ def test_packages_that_fit_one_by_one_and_not_each_other_are_mended(colab):
 
 @needs_pip
 def test_two_setup_cells_at_once_install_once(colab):
-    log, pip = colab.folder / "calls", colab.folder / "tools" / "pip"
+    log = colab.folder / "calls"
+    pip = colab.tools / "pip"
     real = pip.readlink()
     pip.unlink()
     pip.mkdir()
@@ -303,7 +363,8 @@ def test_two_setup_cells_at_once_install_once(colab):
 
 @needs_pip
 def test_what_cannot_be_imported_afterwards_is_one_line(colab):
-    colab.offer("seaborn", "0.13.9", (), "raise ImportError('numpy has no trapz')")
+    source = "raise ImportError('numpy has no trapz')"
+    make_wheel(colab.index, "seaborn", "0.13.9", source=source)
     done = colab.prepare()
     last = done.stderr.splitlines()[-1]
     assert done.returncode == 1
@@ -324,9 +385,6 @@ def test_a_package_that_was_replaced_while_in_use_asks_for_a_restart(colab):
     assert "huggingface_hub was replaced while in use: restart the session" in done.stderr
 
 
-BREAK_PIP = {"PIP_FIND_LINKS": "/nowhere"}
-
-
 def test_outside_colab_one_line_says_what_is_missing_and_nothing_is_installed(colab):
     before = sorted(path.name for path in colab.site.iterdir())
     done = colab.run(
@@ -336,13 +394,16 @@ def test_outside_colab_one_line_says_what_is_missing_and_nothing_is_installed(co
         "packages.prepare_notebook()"
     )
     (line,) = done.stderr.splitlines()
-    assert done.returncode == 0 and line.endswith("type %pip install -r requirements.txt")
-    assert "papermill is missing" in line and "gradio" not in line and "peft" not in line
+    assert done.returncode == 0
+    assert line.endswith("type %pip install -r requirements.txt")
+    assert "papermill is missing" in line
+    assert "gradio" not in line
+    assert "peft" not in line
     assert sorted(path.name for path in colab.site.iterdir()) == before
 
 
 def test_a_notebook_that_a_driver_executes_never_calls_pip(colab):
-    done = colab.prepare(**BREAK_PIP, QA_LIB_PREPARED="1")
+    done = colab.prepare(PIP_FIND_LINKS="/nowhere", QA_LIB_PREPARED="1")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
@@ -358,21 +419,19 @@ def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout and done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout
 
 
 @pytest.mark.parametrize(
-    ("module", "packages_of"), [("gradio", "app"), ("peft", "adapters"), ("PIL", "notebooks")]
+    ("module", "use"), [("gradio", "app"), ("peft", "adapters"), ("PIL", "notebooks")]
 )
-def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(
-    monkeypatch, module, packages_of
-):
+def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(monkeypatch, module, use):
     monkeypatch.setattr(packages, "IS_CHECKOUT", False)
     said = packages.how_to_have(module)
     assert said.startswith("type pip install ")
-    assert {Requirement(word).name for word in shlex.split(said)[3:]} == {
-        *packages.USES[packages_of]
-    }
+    names = {Requirement(word).name for word in shlex.split(said)[3:]}
+    assert names == set(packages.USES[use])
 
 
 # A wheel, and a Python that lacks what training does not need.
@@ -380,7 +439,10 @@ def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    """What a wheel of this checkout has, in a folder that nobody may write to; built without a network."""
+    """What a wheel of this checkout has, in a folder that nobody may write to.
+
+    The wheel is built without a network.
+    """
     if find_spec("setuptools.build_meta") is None:
         pytest.skip("no setuptools here")
     folder = tmp_path_factory.mktemp("wheel")
@@ -391,7 +453,7 @@ def unpacked(tmp_path_factory):
     ignored = shutil.ignore_patterns("__pycache__")
     for name in ("qa_lib", "notebooks"):
         shutil.copytree(ROOT / name, source / name, ignore=ignored)
-    for name in PROJECT["tool"]["setuptools"]["package-data"]["qa_lib.files"]:
+    for name in PACKED_FILES:
         if name.startswith(("runs/", "figures/")):
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, source / name)
@@ -412,10 +474,9 @@ def test_a_wheel_has_its_notebooks_records_and_picture(unpacked, tmp_path):
 from qa_lib import paths
 from qa_lib.lab import quickstart
 from qa_lib.records.archive import read_runs
-from qa_lib.lab.search.history import COMMITTED
+from qa_lib.lab.search.recommend import COMMITTED
 from qa_lib.lab.sweep import notebook_of
-from qa_lib.spec.tasks import TASKS
-from qa_lib.spec.variants import FAMILIES, find_family
+from qa_lib.spec.variants import FAMILIES, TASKS, find_family
 assert not paths.IS_CHECKOUT
 for task in TASKS.values():
     assert read_runs(COMMITTED, task.reference)
@@ -441,7 +502,8 @@ def test_a_wheel_sweeps_through_its_notebooks_and_reports_into_the_current_folde
     assert (tmp_path / "figures" / "cpu-smoke" / "report.md").is_file()
 
 
-HIDDEN = """
+# A module that hides some packages from Python, and from whoever asks for their versions.
+HIDE_PACKAGES = """
 import sys
 from importlib import metadata
 from importlib.abc import MetaPathFinder
@@ -467,9 +529,12 @@ metadata.Distribution.from_name = classmethod(from_name)
 
 @pytest.fixture
 def lean(tmp_path):
-    """The environment variables of a Python that has papermill and ipykernel, but no gradio, jupyter, peft and pip."""
+    """The environment variables of a Python without gradio, jupyter, peft and pip.
+
+    It has papermill and ipykernel.
+    """
     (tmp_path / "lean").mkdir()
-    (tmp_path / "lean" / "sitecustomize.py").write_text(HIDDEN)
+    (tmp_path / "lean" / "sitecustomize.py").write_text(HIDE_PACKAGES)
     return {"PYTHONPATH": str(tmp_path / "lean"), "OMP_NUM_THREADS": "1"}
 
 
@@ -483,8 +548,8 @@ def test_a_sweep_says_before_its_first_run_what_is_missing(lean, tmp_path):
         f"sweep: B1, B1-all will be skipped: {reason}",
     ]
     assert lines[-1] == "sweep: 2 skipped"
-    ends = [json.loads(path.read_text()) for path in (tmp_path / "runs").glob("*/*/record.json")]
-    assert {entry["error"]["message"] for entry in ends} == {reason} and len(ends) == 2
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("runs/*/*/record.json")]
+    assert [record["error"]["message"] for record in records] == [reason, reason]
 
 
 @pytest.mark.slow

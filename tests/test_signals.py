@@ -17,9 +17,9 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from qa_lib.errors import CTRL_C, SIGNALS
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import DRIVER_GONE
+from qa_lib.signals import CTRL_C, SIGNALS
 from tests.conftest import slow
 from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook

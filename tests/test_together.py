@@ -16,13 +16,14 @@ import psutil
 import pytest
 import torch
 
-from qa_lib.errors import Stopped, UserError
+from qa_lib.errors import UserError
 from qa_lib.lab.launch import torchrun
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.process import Work, child_command, kill
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run.recording import fault_path, first_fault, noting_faults, recording
+from qa_lib.signals import Stopped
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.parallel.process_group import ProcessGroup
 from tests import faulty, small, warm

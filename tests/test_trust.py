@@ -29,7 +29,7 @@ from qa_lib.data import windows
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.errors import UserError
-from qa_lib.lab.app.page import dashboard, running
+from qa_lib.lab.app.dashboard import dashboard, running
 from qa_lib.lab.launch.judge import judge
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.report import cli

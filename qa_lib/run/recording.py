@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import torch
 
-from qa_lib.errors import stopped_by
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.records.files import check_folder, regular, write_atomically
 from qa_lib.run import notes
 from qa_lib.run.surroundings import ALONE, Surroundings
+from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.parallel.process_group import ProcessGroup

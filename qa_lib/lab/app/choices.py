@@ -1,9 +1,8 @@
-"""Which checkpoints can be asked: those that the user named, and those of the runs that ended ok.
+"""The checkpoints that can be asked: those that the user named, and those of runs that ended ok.
 
 Nothing here imports torch before a model is named, so that the list is there at once.
 """
 
-import contextlib
 import math
 from collections import Counter
 from dataclasses import dataclass, replace
@@ -12,98 +11,148 @@ from pathlib import Path
 from qa_lib.records.record import read_document, read_record, run_files
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 
+# Where a run keeps its models, below its own folder: the trained one, and quantized copies of it.
+MODEL_FILES = ("model/model.safetensors", "model-*/quantized.json")
+
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint that can be asked. `key` is what a page calls it by; no path ever leaves the server.
+    """A checkpoint that can be asked."""
 
-    `f1` is its best one and `threshold` the margin of "no answer" that goes with it, NaN where no record tells;
-    `synthetic` says that it knows generated text alone.
-    """
-
+    # What the page calls it by. No path ever leaves the server.
     key: str
+    # What a reader of the page sees.
     name: str
     folder: Path
+    # Its best F1 (0 to 100); NaN where no record tells.
     f1: float = math.nan
+    # The margin of "no answer" that goes with this F1; NaN where no record tells.
     threshold: float = math.nan
+    # Whether it was trained on generated text, and knows no other.
     synthetic: bool = False
 
 
 class Choices:
-    """The checkpoints to choose from, `given` ones first."""
+    """The checkpoints to choose from, `given` ones first, then those below the folder `runs`."""
 
     def __init__(self, given: list[Choice], runs: Path):
-        self._given, self._runs = given, runs
-        self._known: dict[
-            str, Choice
-        ] = {}  # every one seen so far: a question does not read all records again
+        self._given = given
+        self._runs = runs
+        # All that were listed so far, by key: a question does not read all records again.
+        self._seen: dict[str, Choice] = {}
 
     def listed(self) -> list[Choice]:
-        """All that there are now, each with a name of its own."""
-        twice = {choice.folder.resolve() for choice in self._given}
-        found = [
-            *self._given,
-            *(choice for choice in offered(self._runs) if choice.folder.resolve() not in twice),
-        ]
-        times = Counter(choice.name for choice in found)
-        found = [replace(c, name=f"{c.name} ({c.key})") if times[c.name] > 1 else c for c in found]
-        self._known |= {choice.key: choice for choice in found}
-        return found
+        """Return all that there are now, each with a name of its own."""
+        given_folders = {choice.folder.resolve() for choice in self._given}
+        choices = list(self._given)
+        for choice in offered(self._runs):
+            if choice.folder.resolve() not in given_folders:
+                choices.append(choice)
+        choices = _with_distinct_names(choices)
+        for choice in choices:
+            self._seen[choice.key] = choice
+        return choices
 
     def find(self, key: str) -> Choice | None:
-        """The checkpoint that is called so: keys are compared, never opened."""
-        if key not in self._known:
+        """Return the checkpoint with this key, or None. Keys are compared, and never opened."""
+        if key not in self._seen:
             self.listed()
-        return self._known.get(key)
+        return self._seen.get(key)
+
+
+def _with_distinct_names(choices: list[Choice]) -> list[Choice]:
+    """Return the choices with the key added to each name that several of them have."""
+    counts = Counter(choice.name for choice in choices)
+    distinct = []
+    for choice in choices:
+        if counts[choice.name] > 1:
+            choice = replace(choice, name=f"{choice.name} ({choice.key})")
+        distinct.append(choice)
+    return distinct
 
 
 def offered(runs: Path) -> list[Choice]:
-    """The checkpoints of the runs that ended ok, the best F1 first; after all others those of synthetic text, whose
-    F1 is of another kind."""
-    names = ("model/model.safetensors", "model-*/quantized.json")
-    found = [_of_run(path.parent) for name in names for path in run_files(runs, name)]
-    return sorted(
-        filter(None, found), key=lambda choice: (choice.synthetic, -choice.f1, choice.name)
-    )
+    """Return the checkpoints of the runs that ended ok, the best F1 first.
+
+    Those of synthetic text come last: their F1 is of another kind.
+    """
+    choices = []
+    for pattern in MODEL_FILES:
+        for path in run_files(runs, pattern):
+            choice = _choice_of_run(path.parent)
+            if choice is not None:
+                choices.append(choice)
+    return sorted(choices, key=lambda choice: (choice.synthetic, -choice.f1, choice.name))
 
 
 def named(models: list[str | Path]) -> list[Choice]:
-    """The checkpoints that the user named: folders, of runs or models, and names of the hub.
+    """Return the checkpoints that the user named by folders, of runs or models, or by hub names.
 
     Raises UserError for a name that leads to no model, or to one that load_qa_model refuses.
     """
-    found = []
-    for i, model in enumerate(models, 1):
-        from qa_lib.model.hf_checkpoint import find_folder  # and torch
-        from qa_lib.score.predict import load_qa_model  # and torch
+    if not models:
+        return []
+    from qa_lib.model.hf_checkpoint import find_folder  # which imports torch
+    from qa_lib.score.predict import load_qa_model  # which imports torch
 
-        folder, path = find_folder(model), Path(model).resolve()
+    choices = []
+    for number, model in enumerate(models, 1):
+        folder = find_folder(model)
         load_qa_model(folder)
-        name = (path.parent if path.name == "model" else path).name if path.exists() else str(model)
-        found.append(replace(_of_run(folder) or Choice("", name, folder), key=f"model {i}"))
-    return found
+        choice = _choice_of_run(folder)
+        if choice is None:
+            choice = Choice(key="", name=_short_name(model), folder=folder)
+        choices.append(replace(choice, key=f"model {number}"))
+    return choices
 
 
-def _of_run(folder: Path) -> Choice | None:
-    """The checkpoint of a run that ended ok, or None where no record says so."""
-    with contextlib.suppress(ValueError, KeyError, TypeError, ArithmeticError):
-        record = read_record(folder.resolve().parent)
-        spec, quality, width = record["spec"], record["quality"], ""
-        if record["status"] != "ok" or record["task"]["name"] != "qa":
-            return None
-        if (found := folder / "quantized.json").is_file():  # whose answers are others
-            quantized = read_document(found, QUANTIZED_SCHEMA)
-            quality, width = quantized["after"], f" · {quantized['width']}"
-        name = f"{spec['variant']}-s{spec['seed']}{width} · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
-        synthetic = str(record["data"]["name"]).startswith("synthetic")
-        key = "/".join(folder.parts[-3:]).removesuffix("/model")
-        key.encode()  # raises ValueError for bytes that are no text, which no page can be sent
-        return Choice(
-            key,
-            name,
-            folder,
-            float(quality["best_f1"]),
-            float(quality["best_f1_threshold"]),
-            synthetic,
-        )
-    return None
+def _short_name(model: str | Path) -> str:
+    """Return the last part of a path, a run's rather than its folder `model`; or the hub name."""
+    path = Path(model).resolve()
+    if not path.exists():
+        return str(model)
+    if path.name == "model":
+        return path.parent.name
+    return path.name
+
+
+def _choice_of_run(folder: Path) -> Choice | None:
+    """Return the checkpoint in a run's model folder, or None where no record says it ended ok."""
+    try:
+        return _recorded_choice(folder)
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        ArithmeticError,
+    ):  # there is no record, or a spoilt one
+        return None
+
+
+def _recorded_choice(folder: Path) -> Choice | None:
+    """Return the checkpoint in a model folder by its run's record, or None if it did not end ok.
+
+    Raises ValueError, KeyError, TypeError or ArithmeticError for a record that does not say.
+    """
+    record = read_record(folder.resolve().parent)
+    if record["status"] != "ok" or record["task"]["name"] != "qa":
+        return None
+    spec = record["spec"]
+    quality = record["quality"]
+    name = f"{spec['variant']}-s{spec['seed']}"
+    quantized_file = folder / "quantized.json"
+    if quantized_file.is_file():  # whose answers are others than those of the run
+        quantized = read_document(quantized_file, QUANTIZED_SCHEMA)
+        quality = quantized["after"]
+        name += f" · {quantized['width']}"
+    name += f" · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
+    key = "/".join(folder.parts[-3:]).removesuffix("/model")
+    key.encode()  # raises ValueError for bytes that are no text, which no page can be sent
+    return Choice(
+        key=key,
+        name=name,
+        folder=folder,
+        f1=float(quality["best_f1"]),
+        threshold=float(quality["best_f1_threshold"]),
+        synthetic=str(record["data"]["name"]).startswith("synthetic"),
+    )

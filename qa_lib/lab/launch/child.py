@@ -8,8 +8,9 @@ is called, since torch is not needed for all of them.
 import contextlib
 import sys
 
-from qa_lib.errors import print_anything, stoppable
+from qa_lib.errors import print_anything
 from qa_lib.lab.launch.process import Work, spec_from
+from qa_lib.signals import stoppable
 from qa_lib.spec.spec import Spec
 
 

@@ -15,8 +15,9 @@ import time
 from functools import cache
 from pathlib import Path
 
-from qa_lib.errors import SIGNALS, UserError, stoppable
+from qa_lib.errors import UserError
 from qa_lib.run.surroundings import Surroundings
+from qa_lib.signals import SIGNALS, stoppable
 
 # Environment variables of a run's process.
 SHARE = "QA_LIB_SHARE"  # set where other runs train on this GPU at the same time

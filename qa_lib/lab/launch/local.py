@@ -18,13 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import ClassVar, TextIO
 
-from qa_lib.errors import UserError, stopped_by
+from qa_lib.errors import UserError
 from qa_lib.lab.launch.driver import DRIVER
 from qa_lib.lab.launch.judge import NEVER_BEGAN, FirstSteps, is_finished, judge
 from qa_lib.lab.launch.process import child_env, kill, train_command
 from qa_lib.lab.launch.warm import Forked, fork
 from qa_lib.records import record
 from qa_lib.records.files import RecordError, check_folder, empty_folder, open_to_write
+from qa_lib.signals import stopped_by
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.spec import Spec
 

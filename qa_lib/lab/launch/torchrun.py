@@ -36,13 +36,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from qa_lib.errors import stopped_by
 from qa_lib.lab.launch.driver import surroundings
 from qa_lib.lab.launch.process import Work, child_command, child_env, kill
 from qa_lib.measure.hardware import environment
 from qa_lib.records import record
 from qa_lib.records.files import check_folder
 from qa_lib.run.recording import faults, first_fault
+from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import Spec
 
 STOPPED = (

@@ -1,0 +1,62 @@
+"""Signals that ask a process to end, as exceptions that let it tidy up first."""
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator, Mapping
+
+CTRL_C = "SIGINT (Ctrl-C)"
+# The signals that ask for an end, and what a message calls them.
+SIGNALS = {
+    signal.SIGINT: CTRL_C,
+    signal.SIGTERM: "SIGTERM",
+    signal.SIGHUP: "SIGHUP (its terminal is gone)",
+}
+# Signals that come within so many seconds are one wish: a closing terminal sends several.
+TOGETHER_S = 3
+
+
+class Stopped(KeyboardInterrupt):
+    """One of SIGNALS asked this process to end; the message is its name.
+
+    As Ctrl-C it passes `except Exception`.
+    """
+
+
+def stopped_by(problem: BaseException) -> str:
+    """Return words for what stopped a run or a driver.
+
+    A notebook's Ctrl-C is a KeyboardInterrupt without a message.
+    """
+    if isinstance(problem, KeyboardInterrupt):
+        return f"stopped by {str(problem) or CTRL_C}"
+    return f"stopped by {type(problem).__name__}"
+
+
+@contextlib.contextmanager
+def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
+    """Raise Stopped for each of SIGNALS inside the block, with its name as the message.
+
+    Only the main thread may enter, and the exception is raised there. A signal that is ignored
+    stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S is
+    dropped, so that tidying up is not interrupted by the second signal of one wish.
+    """
+    last_stop = -TOGETHER_S  # time.monotonic() begins at 0 or later
+
+    def stop(number: int, _frame) -> None:
+        nonlocal last_stop
+        now = time.monotonic()
+        if now - last_stop < TOGETHER_S:
+            return
+        last_stop = now
+        raise Stopped(names[number])
+
+    handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number, handler in handlers_before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, stop)
+    try:
+        yield
+    finally:
+        for number, handler in handlers_before.items():
+            signal.signal(number, handler or signal.SIG_DFL)

@@ -1,0 +1,102 @@
+"""`app()` in a notebook and in Colab: where it is shown, whom it asks, and past which proxies."""
+
+import os
+import socket
+import time
+from contextlib import closing
+
+import httpx
+import pytest
+
+from qa_lib.lab.app.page import app
+from tests.material import refused
+
+
+@pytest.fixture
+def connected_to(monkeypatch) -> list[str]:
+    """The hosts that this process has connected to; "a public link" where one was asked for."""
+    hosts = []
+    connect = socket.socket.connect
+
+    def noting_connect(self, address):
+        hosts.append(address[0])
+        return connect(self, address)
+
+    monkeypatch.setattr(socket.socket, "connect", noting_connect)
+    monkeypatch.setattr(
+        "gradio.networking.setup_tunnel", lambda *_, **__: hosts.append("a public link")
+    )
+    return hosts
+
+
+def test_a_notebook_shows_it_without_a_public_link_and_asks_nobody(
+    in_a_notebook, runs, monkeypatch, connected_to
+):
+    monkeypatch.setenv("GRADIO_SHARE", "True")
+    with closing(app(runs=runs)) as demo:
+        assert httpx.get(demo.local_url).status_code == 200
+        assert demo.share_url is None
+        time.sleep(0.5)  # for what would be asked in the background
+        assert set(connected_to) <= {"127.0.0.1", "localhost"}
+
+
+def test_a_notebooks_server_has_the_same_guards(in_a_notebook, runs):
+    with closing(app(runs=runs)) as demo:
+        upload = httpx.post(f"{demo.local_url}gradio_api/upload", files={"files": b"x"})
+        foreign = httpx.get(demo.local_url, headers={"Host": "evil.example"})
+    assert upload.status_code == 404
+    assert foreign.status_code == 400
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [
+        ("http_proxy", "http://127.0.0.1:9"),
+        ("HTTP_PROXY", "http://proxy.example:3128"),
+        ("all_proxy", "socks5://127.0.0.1:9"),
+        ("https_proxy", "no address"),
+        ("no_proxy", "[::1"),
+    ],
+)
+def test_a_notebook_shows_it_past_any_proxy(in_a_notebook, runs, monkeypatch, variable, value):
+    monkeypatch.setenv(variable, value)
+    with closing(app(runs=runs)) as demo:
+        assert httpx.get(demo.local_url, trust_env=False).status_code == 200
+    assert os.environ[variable] == value
+
+
+def test_a_proxy_that_keeps_a_public_link_from_being_made_is_named(
+    in_a_notebook, runs, monkeypatch
+):
+    monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
+    refused("while all_proxy is set: .*SOCKS", app, runs=runs, share=True)
+
+
+class ColabShell:
+    """What IPython's shell is in Colab, by which Gradio knows it."""
+
+    def __str__(self):
+        return "<google.colab._shell.Shell object at 0x7f>"
+
+
+@pytest.fixture
+def in_colab(in_a_notebook, monkeypatch) -> list:
+    """What is displayed in Colab, which has no browser on this machine."""
+    displayed = []
+    monkeypatch.setattr("IPython.core.getipython.get_ipython", ColabShell)
+    monkeypatch.setattr("IPython.display.display", displayed.append)
+    monkeypatch.setattr("webbrowser.open", lambda *_: pytest.fail("there is no browser"))
+    return displayed
+
+
+def test_colab_shows_it_by_its_own_proxy_which_calls_it_by_another_name(in_colab, runs):
+    name = "x-8600-colab.example"
+    headers = {"Host": "localhost:8080", "X-Forwarded-Host": name, "X-Forwarded-Proto": "https"}
+    with closing(app(runs=runs)) as demo:
+        page = httpx.get(f"http://127.0.0.1:{demo.server_port}", headers=headers)
+        (artifact,) = in_colab
+        assert f"({demo.server_port}, " in artifact.data
+        assert "proxyPort" in artifact.data
+    assert page.status_code == 200
+    assert f"https://{name}" in page.text
+    assert page.headers["content-security-policy"].endswith("frame-ancestors *")
