@@ -19,7 +19,7 @@ from qa_lib.lab.report import cli, evidence, figures, readme, scaling, style
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.notebook import advice, family_table
 from qa_lib.records.archive import read_runs, write_archive
-from qa_lib.records.record import DEFAULTS
+from qa_lib.records.record import DEFAULT_PRESET
 from qa_lib.spec.spec import resolve
 from qa_lib.spec.variants import RECOMMENDED, TASKS, VARIANTS
 from tests.material import ROOT, committed, leave, refused, write
@@ -378,7 +378,7 @@ def test_a_digest_counts_a_later_field_of_a_preset_only_where_it_is_not_the_defa
     (name,) = style.LATER
     for run in own["run"]:
         preset = run.record["spec"]["preset"]
-        assert preset.pop(name) == DEFAULTS["preset"][name]
+        assert preset.pop(name) == DEFAULT_PRESET[name]
     assert style.digest(own) == before
     own["run"].iloc[0].record["spec"]["preset"][name] = 7
     assert style.digest(own) != before

@@ -25,7 +25,7 @@ from qa_lib.errors import first_line
 from qa_lib.lab.report.evidence import ReportError, on_cpu
 from qa_lib.lab.report.tables import markdown
 from qa_lib.records.files import RecordError, writable_folder, write_atomically
-from qa_lib.records.record import DEFAULTS
+from qa_lib.records.record import DEFAULT_PRESET
 from qa_lib.spec.variants import VARIANTS
 
 WIDTH = 9.0  # inches of a figure: 900 px at 100 dpi, the width of a README
@@ -261,7 +261,7 @@ def _as_drawn(record: dict) -> dict:
     """Return a record without those fields LATER of its preset that have their defaults."""
     preset = {}
     for name, value in record["spec"]["preset"].items():
-        if name not in LATER or value != DEFAULTS["preset"][name]:
+        if name not in LATER or value != DEFAULT_PRESET[name]:
             preset[name] = value
     return record | {"spec": record["spec"] | {"preset": preset}}
 
