@@ -10,7 +10,7 @@ from qa_lib.lab import sweep
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.figures import fig_ladder
 from qa_lib.lab.report.notebook import describe
-from qa_lib.lab.report.readme import headline_table
+from qa_lib.lab.report.variants_table import headline_table
 from qa_lib.records.archive import read_runs
 from qa_lib.run.plan import plan
 from qa_lib.spec import variants

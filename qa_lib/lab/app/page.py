@@ -26,9 +26,9 @@ from qa_lib.errors import UserError, first_line, printable
 from qa_lib.lab.app.choices import Choices, named
 from qa_lib.lab.app.serving import Page, guards, listen, names, past_proxies, serve
 from qa_lib.lab.report.evidence import as_frame, select
-from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.style import figures_of
 from qa_lib.lab.report.summary import result_table, summary
+from qa_lib.lab.report.variants_table import source
 from qa_lib.lab.sweep import progress_of
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import Run, own_groups, read_runs
