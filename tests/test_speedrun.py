@@ -18,8 +18,8 @@ from qa_lib.lab.report import evidence
 from qa_lib.records.record import read_record, run_files
 from qa_lib.run.plan import plan
 from tests.material import ROOT, change_record, committed, document, question, refused, write
+from tests.report_runs import make
 from tests.test_notebooks import names, run_here
-from tests.test_report import make
 from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"

@@ -18,7 +18,7 @@ from qa_lib.spec.presets import PRESETS, Preset
 from qa_lib.spec.spec import Machine, Spec, missing
 from qa_lib.spec.variants import FAMILIES, RECIPES, VARIANTS, Settings, Variant
 from tests.material import refused, table
-from tests.test_report import make
+from tests.report_runs import make
 from tests.tiny import CPU, H200, planned
 
 PACKAGE = Path(variants.__file__).parent.parent
