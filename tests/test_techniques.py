@@ -27,7 +27,7 @@ def test_each_technique_is_that_of_some_variant():
 
 @pytest.mark.parametrize("known", TECHNIQUES, ids=name_of)
 def test_a_technique_says_how_it_works_in_sentences(known):
-    assert re.search(r"\w[.:] [A-Z]|: ", known.how)
+    assert ". " in known.how
     assert known.how.endswith(".")
 
 
