@@ -14,7 +14,7 @@ from qa_lib.lab.report import evidence, facts, format, own, scaling, stats, summ
 from qa_lib.lab.report.evidence import AXES, NotMeasured, load_runs, select
 from qa_lib.spec.variants import VARIANTS
 from tests.material import change_record, committed, edited, refused
-from tests.test_report import make
+from tests.report_runs import make
 from tests.tiny import H200
 
 GROUP = "cpu-smoke"

@@ -8,7 +8,6 @@ import re
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import nbformat
 import pytest
@@ -23,15 +22,14 @@ from traitlets.config import PyFileConfigLoader
 
 from qa_lib.data.squad import open_source
 from qa_lib.lab.report import cli
-from qa_lib.lab.report.notebook import answers, check_parameters, committed, finished, technique
 from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
 from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.variants import FAMILIES, VARIANTS, find_variant
 from tests.conftest import slow
-from tests.material import ROOT, document, leave, question, refused, write
-from tests.test_report import make
-from tests.tiny import planned, steps_of
+from tests.material import ROOT, document, question, write
+from tests.report_runs import make
+from tests.tiny import steps_of
 
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 ROWS = ("A1", "B3", "C2-8", "D1", "E-packed")  # a quick variant of each family
@@ -195,23 +193,6 @@ def test_a_family_notebook_begins_with_a_variant_of_its_family(family):
     told = of_texts if variant.task == "lm" else {"smoke", "local", "bench", "quality", "full"}
     assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told
     assert f'notebook.family, "{family}"' in "".join(cell.source for cell in code_cells(path))
-
-
-def test_each_variant_has_the_code_of_what_it_changes(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    for name in VARIANTS:
-        said = technique(name)
-        (path, line), *_ = re.findall(r"\]\(\.\./(.+?)#L(\d+)\)", said)
-        code = said.split("```python\n")[1].split("\n")[0]
-        assert (ROOT / path).read_text().splitlines()[int(line) - 1].strip() == code.strip(), name
-        assert said.split("\n")[0].count(". ") >= 1, name
-    known = {
-        "A3": "def compiled(",
-        "P1": "class DDP(",
-        "E-packed": "def deal(",
-        "A1": "mean_loss = ",
-    }
-    assert all(code in technique(name) for name, code in known.items())
 
 
 # The bootstrap cell, as a program in folders of its own.
@@ -396,70 +377,6 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
         "notebooks/explore.ipynb", data="synthetic:400", preset="smoke", micro_batch=32, batch=32
     )
     assert sum("image/png" in data for data in explored) == 1
-
-
-def test_a_misspelt_parameter_stops_the_run():
-    cells = [
-        "",
-        "import os",
-        'variant = "A1"\nseed = 0',
-        '# Parameters\nvarient = "A3"\n',
-        "check_parameters(In)",
-    ]
-    refused("unknown parameter 'varient'; did you mean 'variant'", check_parameters, cells)
-    check_parameters([*cells[:3], '# Parameters\nvariant = "A3"\n', "check_parameters(In)"])
-
-
-def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path):
-    examples = [SimpleNamespace(id="a", question="who ?", answers=(("alice", 3),)),
-                *(SimpleNamespace(id=str(n), question="what ?", answers=()) for n in range(9))]  # fmt: skip
-    data = SimpleNamespace(validation=SimpleNamespace(examples=examples))
-    records = []
-    for variant, given in (("A4", "bob"), ("A1", "")):
-        records.append(
-            {
-                "run_id": f"{variant}-s0-x",
-                "group": "g",
-                "status": "ok",
-                "spec": {"variant": variant},
-            }
-        )
-        folder = tmp_path / "g" / f"{variant}-s0-x" / "answers"
-        folder.mkdir(parents=True)
-        write(folder / "predictions.json", {example.id: "" for example in examples} | {"a": given})
-    text = answers(records, tmp_path, data)
-    assert (
-        "| question | A4 | A1 | gold |" in text and "| who ? | bob | (no answer) | alice |" in text
-    )
-    assert text.count("| what ? |") == 4
-    assert "| A4 |" not in answers([records[0] | {"status": "oom"}], tmp_path, data)
-    assert (
-        answers(records, tmp_path, SimpleNamespace(validation=None))
-        == "*Nothing of this table was measured.*"
-    )
-
-
-def test_what_a_variant_is_compared_with_is_not_run_again(tmp_path):
-    spec, whole = planned(), {"time": {"steps": 400}, "spec": {"planned_steps": 400}}
-    assert finished(spec, tmp_path) is None
-    for status, kept in (("ok", True), ("killed", False)):
-        leave(tmp_path, spec, status, **whole)
-        assert bool(finished(spec, tmp_path)) is kept
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
-    monkeypatch.chdir(ROOT)
-    text = committed(family)
-    assert (
-        "nan" not in text
-        and re.search(r"\| samples/s \|", text)
-        and re.search(r"on (one|\d) [\w ]+, 32", text)
-    )
-    assert (
-        find_variant({"L": "L-dropout", "P": "P1", "E": "E-moments"}.get(family, f"{family}1")).name
-        in text
-    )
 
 
 # `explore` on data that lacks one kind of question.

@@ -48,8 +48,8 @@ from qa_lib.train.parallel.data_parallel import NoParallel
 from qa_lib.train.parallel.process_group import ProcessGroup
 from tests.conftest import slow
 from tests.material import document, hub_row, leave, question, trained_tokenizer, write
+from tests.report_runs import make
 from tests.test_loaded import Run, copied_package
-from tests.test_report import make
 from tests.test_windows import same
 from tests.tiny import CPU, H200, checkpoint, planned
 

@@ -12,7 +12,7 @@ from qa_lib.lab import sweep
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.figures import fig_ladder
 from qa_lib.lab.report.notebook import describe
-from qa_lib.lab.report.readme import headline_table
+from qa_lib.lab.report.variants_table import headline_table
 from qa_lib.lab.search.plan import plan
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import read_runs
@@ -25,7 +25,7 @@ from qa_lib.spec.spec import Spec
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import FAMILIES, VARIANTS, Variant, find_variant
 from tests.material import refused
-from tests.test_report import make
+from tests.report_runs import make
 from tests.tiny import CPU, H200, planned
 
 BARE = Machine()

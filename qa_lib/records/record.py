@@ -345,17 +345,12 @@ def read_steps(path: Path) -> list[dict]:
 def lock(run_dir: Path, name: str = ".lock") -> Iterator[None]:
     """Hold the run's folder while working in it. The lock is freed when its holder dies.
 
-    <<<<<<< HEAD
-        `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel
-        starts to the end. Other hosts see a lock where the file system hands locks on:
-        lab/launch/local.py says which do.
+    `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel
+    starts to the end. Other hosts see a lock where the file system hands locks on:
+    lab/launch/slurm.py says which do.
 
-        Raises RunTaken if another process holds it; RecordError for a folder that cannot be written to
-        or is a link, and for a lock that is no regular file.
-    =======
-        `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel starts to the end.
-        For other hosts, where the file system hands locks on: lab/launch/slurm.py says which do.
-    >>>>>>> C1
+    Raises RunTaken if another process holds it; RecordError for a folder that cannot be written to
+    or is a link, and for a lock that is no regular file.
     """
     try:
         writable_folder(run_dir).mkdir(parents=True, exist_ok=True)

@@ -13,9 +13,9 @@ from qa_lib.errors import first_line, printable
 from qa_lib.lab.app.markup import picture_html, table_html, without_paths
 from qa_lib.lab.app.proxies import gr
 from qa_lib.lab.report.evidence import as_frame, select
-from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.style import figures_of
 from qa_lib.lab.report.summary import result_table, summary
+from qa_lib.lab.report.variants_table import source
 from qa_lib.lab.sweep import progress_of
 from qa_lib.records.archive import Run, own_groups, read_runs
 from qa_lib.records.files import RecordError, regular

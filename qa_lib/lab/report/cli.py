@@ -1,8 +1,11 @@
-"""`python -m qa_lib report`: prints a table of few lines of one group, and makes its page. That of one's own runs is
-short (lab/report/own.py); archived groups have that of notebooks/report.ipynb, executed over their records. Also puts
-results into README.md, and checks that what is committed is of today's records.
+"""`python -m qa_lib report`: the report of a group, README.md's results, and a check of both.
 
-Reads run records and nothing else, and never imports torch.
+It prints a table of few lines of one group, and makes its page. That of one's own runs is short
+(lab/report/own.py); archived groups have that of notebooks/report.ipynb, executed over their
+records. It also puts results into README.md, and checks that what is committed is of today's
+records.
+
+Reads run records and nothing else, and imports torch only for README.md.
 """
 
 import argparse
@@ -28,37 +31,44 @@ from qa_lib.records.archive import own_groups
 from qa_lib.records.files import writable_folder, write_atomically
 
 NOTEBOOK = "notebooks/report.ipynb"
-READERS = ("report", "multi_gpu", "scaling")  # notebooks that only read records
-# Each page that is kept -> the notebook that it is of, and its parameters.
+# Each page that is kept -> the notebook that it is of, and its parameters. These notebooks only
+# read records.
 PAGES = {
-    f"runs/{name.replace('_', '-')}.ipynb": (f"notebooks/{name}.ipynb", {}) for name in READERS
+    "runs/report.ipynb": (NOTEBOOK, {}),
+    "runs/multi-gpu.ipynb": ("notebooks/multi_gpu.ipynb", {}),
+    "runs/scaling.ipynb": ("notebooks/scaling.ipynb", {}),
+    "runs/report-h200.ipynb": (NOTEBOOK, {"group": "h200-bench"}),  # a second card
 }
-PAGES["runs/report-h200.ipynb"] = NOTEBOOK, {"group": "h200-bench"}  # a second card
 SHOWN = 18  # lines of the table in the terminal
 
 
 def main(args: argparse.Namespace) -> int:
-    """Make the report of a group; 1 if a check fails."""
+    """Do what the verb was asked for; return 1 if a check fails, else 0.
+
+    Raises ReportError for what cannot be shown.
+    """
     if args.check:
-        problems: list[str] = []
-        runs = evidence.load_runs(args.runs, lambda _, problem: problems.append(str(problem)))
-        problems += check(runs, args.runs, args.figures)
-        clean = "README.md, pages and figures of the committed runs are up to date"
-        print("\n".join(map(one_line, problems)) or clean)
-        return 1 if problems else 0
+        return print_check(args.runs, args.figures)
     runs = evidence.load_runs(args.runs)
     if args.readme:
-        for page, (_, after) in with_results(runs, args.runs, args.figures).items():
-            write_atomically(page, after)
-            print(f"results written into {page}")
-        return 0
-    if args.pages:
-        if not IS_CHECKOUT or Path.cwd() != ROOT:
-            raise evidence.ReportError("--pages makes the pages of a checkout: type it in its root")
-        for page, (notebook, parameters) in PAGES.items():
-            execute(notebook, ROOT / page, parameters)
-            print(f"{notebook} executed into {page}")
-        return 0
+        write_results(runs, args.runs, args.figures)
+    elif args.pages:
+        execute_pages()
+    else:
+        report(runs, args)
+    return 0
+
+
+# The report of a group.
+
+
+def report(runs: pd.DataFrame, args: argparse.Namespace) -> None:
+    """Print the table of a group, make its page, and say what to open.
+
+    `args` are those of the verb: group, runs and figures.
+
+    Raises ReportError where there is no such group, or where it cannot be shown.
+    """
     group = args.group or default_group(runs)
     if group is None:
         raise evidence.ReportError(
@@ -70,137 +80,216 @@ def main(args: argparse.Namespace) -> int:
         raise evidence.ReportError(f"no group {group!r} below {args.runs}; there are {known}")
     if not args.group:
         shown = evidence.own_or_all(shown)
-    folder = args.figures / group
     try:
         chosen = evidence.select(shown, group)
-        said = overview(chosen, runs)
-        if own_groups(shown["run"]) and len(evidence.own_or_all(shown)) == len(shown):
-            said += f"\n\nOpen {write_page(chosen, folder)}, with its figure beside it"
+        text = overview(chosen, runs)
+        if _are_own(shown):
+            page = write_page(chosen, args.figures / group)
+            text += f"\n\nOpen {page}, with its figure beside it"
         else:
             page = execute_report(args.runs, args.figures, group)
-            said += f"\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"
+            text += f"\n\nOpen {page}\nor   {page.with_suffix('.md')}, with the figures beside it"
     except SPOILT as problem:
         raise evidence.ReportError(f"group {group!r} cannot be shown: {reason(problem)}") from None
-    print(printable(said))
-    return 0
+    print(printable(text))
+
+
+def _are_own(runs: pd.DataFrame) -> bool:
+    """Return whether all of a group's runs are the user's own, and none came with the checkout."""
+    return bool(own_groups(runs["run"])) and len(evidence.own_or_all(runs)) == len(runs)
 
 
 def default_group(runs: pd.DataFrame) -> str | None:
-    """The group that is shown where none is named: the newest of one's own, or of all where none is one's own."""
-    for part in (evidence.own_or_all(runs), runs):
-        if groups := evidence.groups_by_age(part):
-            return groups[-1]
-    return None
+    """Return the group that is shown where none is named.
+
+    It is the newest of one's own, or of all where none is one's own; None without any group.
+    """
+    groups = evidence.groups_by_age(evidence.own_or_all(runs)) or evidence.groups_by_age(runs)
+    return groups[-1] if groups else None
 
 
-def execute_report(runs: Path, figures: Path, group: str) -> Path:
-    """The long page of a group, executed into its folder below `figures`; returns the page's path."""
-    page = figures / group / "report.ipynb"
-    given_paths = {
-        name: os.path.relpath(path) for name, path in {"runs": runs, "figures": figures}.items()
-    }
-    execute(NOTEBOOK, page, {"group": group} | given_paths)
-    return page
+def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
+    """Return scores and speeds of a group in few lines, as a terminal shows them.
 
-
-def overview(own: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """The table of a group's runs `own` (evidence.select) in few lines: scores and speeds, of a
-    CPU's runs the speeds of the reference group in `runs` instead."""
-    group = own["group"].iloc[0]
-    lines = evidence.largest_micro_batch(summary(own))
-    table = brief(lines, own, runs)
-    said = [
-        f"Group {group}: {len(own)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
+    `chosen` are the group's runs that count (`evidence.select`). A CPU's speeds give way to those
+    of the reference group in `runs`.
+    """
+    group = chosen["group"].iloc[0]
+    lines = evidence.largest_micro_batch(summary(chosen))
+    table = brief(lines, chosen, runs)
+    parts = [
+        f"Group {group}: {len(chosen)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
         "",
         terminal(table[:SHOWN]),
     ]
     if len(table) > SHOWN:
-        said.append(f"and {len(table) - SHOWN} more in the report")
+        parts.append(f"and {len(table) - SHOWN} more in the report")
     others = [name for name in evidence.groups_by_age(evidence.own_or_all(runs)) if name != group]
     if others:
-        said += [
-            "",
-            textwrap.shorten(f"Other groups (--group): {', '.join(others)}", 100, placeholder=" …"),
-        ]
-    return "\n".join(said)
+        names = f"Other groups (--group): {', '.join(others)}"
+        parts += ["", textwrap.shorten(names, 100, placeholder=" …")]
+    return "\n".join(parts)
+
+
+# Pages that are notebooks.
+
+
+def execute_pages() -> None:
+    """Execute the notebooks of PAGES into the checkout.
+
+    Raises ReportError anywhere but in the root of a checkout.
+    """
+    if not IS_CHECKOUT or Path.cwd() != ROOT:
+        raise evidence.ReportError("--pages makes the pages of a checkout: type it in its root")
+    for page, (notebook, parameters) in PAGES.items():
+        execute(notebook, ROOT / page, parameters)
+        print(f"{notebook} executed into {page}")
+
+
+def execute_report(runs: Path, figures: Path, group: str) -> Path:
+    """Execute the long page of a group into its folder below `figures`; return the page's path."""
+    page = figures / group / "report.ipynb"
+    parameters = {
+        "group": group,
+        "runs": os.path.relpath(runs),
+        "figures": os.path.relpath(figures),
+    }
+    execute(NOTEBOOK, page, parameters)
+    return page
 
 
 def execute(notebook: str, page: Path, parameters: dict) -> None:
-    """A notebook of ROOT executed by papermill in the current folder into `page`, and as Markdown beside it; without
-    traces of when and where. Raises ReportError, which says where it stopped, and UserError without papermill."""
-    check_runner()
-    import nbformat  # these take a second
-    import papermill
+    """Execute a notebook of ROOT by papermill into `page`, and write it as Markdown beside it.
 
-    writable_folder(page.parent)
+    It runs in the current folder. The page has no traces of when and where.
+
+    Raises ReportError, which says where the notebook stopped, and UserError without papermill.
+    """
+    check_runner()
+    # These take a second.
+    import nbformat
+    import papermill
     from traitlets.config import Config
 
+    writable_folder(page.parent)
     with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "out.ipynb")
-        # Over files of its own: the kernel listens on no port.
-        own = {
-            "config": Config(KernelManager={"transport": "ipc", "ip": f"{folder}/kernel"}),
-            "progress_bar": False,
-            "kernel_name": "python3",
-        }
+        executed = Path(folder, "out.ipynb")
+        # The kernel talks over files of its own, and listens on no port.
+        transport = {"transport": "ipc", "ip": f"{folder}/kernel"}
         try:
             with environment_of_kernels():
-                papermill.execute_notebook(ROOT / notebook, out, parameters, cwd=".", **own)
+                papermill.execute_notebook(
+                    ROOT / notebook,
+                    executed,
+                    parameters,
+                    cwd=".",
+                    config=Config(KernelManager=transport),
+                    progress_bar=False,
+                    kernel_name="python3",
+                )
         except papermill.PapermillExecutionError as problem:
             raise evidence.ReportError(
                 f"{notebook} stopped: {problem.ename}, {problem.evalue}"
             ) from None
-        found = nbformat.read(out, as_version=4)
-    found.metadata = nbformat.read(ROOT / notebook, as_version=4).metadata
-    for cell in found.cells:
-        cell.metadata = {"tags": tags} if (tags := cell.metadata.get("tags")) else {}
-        cell.id = "injected-parameters" if tags == ["injected-parameters"] else cell.id
-    write_atomically(page, nbformat.writes(found).rstrip() + "\n")
-    write_atomically(page.with_suffix(".md"), as_markdown(found, page))
+        content = nbformat.read(executed, as_version=4)
+    _remove_traces(content, nbformat.read(ROOT / notebook, as_version=4))
+    write_atomically(page, nbformat.writes(content).rstrip() + "\n")
+    write_atomically(page.with_suffix(".md"), as_markdown(content, page))
 
 
-def as_markdown(found, page: Path) -> str:
-    """An executed notebook as Markdown without its code and the sentences that lead to code alone (tag `setup`). Its
-    pictures are those that were saved as files."""
+def _remove_traces(executed, notebook) -> None:
+    """Remove from an executed notebook what tells when and where it was executed."""
+    executed.metadata = notebook.metadata
+    for cell in executed.cells:
+        tags = cell.metadata.get("tags", [])
+        cell.metadata = {"tags": tags} if tags else {}
+        if tags == ["injected-parameters"]:
+            cell.id = "injected-parameters"  # papermill draws one at random
+
+
+def as_markdown(executed, page: Path) -> str:
+    """Return an executed notebook as Markdown.
+
+    It is without code, and without the sentences that lead to code alone (tag `setup`). Its
+    pictures are those that were saved as files; links to them are from the folder of `page`.
+    """
     parts = []
-    for cell in found.cells:
+    for cell in executed.cells:
         if cell.cell_type == "markdown" and "setup" not in cell.metadata.get("tags", []):
             parts.append(cell.source)
         for output in cell.get("outputs", []):
             picture = output.get("metadata", {}).get("image/png", {})
+            data = output.get("data", {})
             if "file" in picture:
-                file = os.path.relpath(picture["file"], page.parent)
-                parts.append(f"![{picture['alt']}]({Path(file).as_posix()})")
-            elif "text/markdown" in output.get("data", {}):
-                parts.append(output["data"]["text/markdown"])
+                file = Path(os.path.relpath(picture["file"], page.parent))
+                parts.append(f"![{picture['alt']}]({file.as_posix()})")
+            elif "text/markdown" in data:
+                parts.append(data["text/markdown"])
     return "\n\n".join(parts) + "\n"
 
 
-def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
-    """A line for each figure of a committed group that is of other records, each page that is of another notebook, and
-    one for README.md if that is behind."""
-    import nbformat
+# README.md, and what is committed.
 
+
+def write_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> None:
+    """Write the results into README.md and pages of docs/, and say into which."""
+    for page, (_, text) in with_results(runs, runs_dir, figures).items():
+        write_atomically(page, text)
+        print(f"results written into {page}")
+
+
+def print_check(runs_dir: Path, figures: Path) -> int:
+    """Print what is not of today's records, a line each; return 1 if there is any, else 0.
+
+    A record that cannot be read counts too.
+    """
+    problems: list[str] = []
+    runs = evidence.load_runs(runs_dir, lambda _, problem: problems.append(str(problem)))
+    problems += check(runs, runs_dir, figures)
+    for problem in problems:
+        print(one_line(problem))
+    if not problems:
+        print("README.md, pages and figures of the committed runs are up to date")
+    return 1 if problems else 0
+
+
+def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
+    """Return a sentence for each figure, page and README.md that is not of today's records."""
     problems = []
     for group in evidence.committed_groups(runs_dir):
-        now = digest(evidence.select(runs, group))
-        for drawn in sorted((figures / group).glob("*.png")):
-            with Image.open(drawn) as image:
-                if image.text.get("Records") != now:
-                    problems.append(
-                        f"{drawn} is of other records: run python -m qa_lib report --pages"
-                    )
-    for page, (notebook, _) in PAGES.items():
-        if (ROOT / page).exists():
-            kept, source = (
-                nbformat.read(ROOT / file, as_version=4).cells for file in (page, notebook)
-            )
-            kept = [cell for cell in kept if cell.id != "injected-parameters"]
-            if [cell.source for cell in kept] != [cell.source for cell in source]:
-                problems.append(
-                    f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"
-                )
+        problems += _old_figures(evidence.select(runs, group), figures / group)
+    problems += _old_pages()
     for page, (before, after) in with_results(runs, runs_dir, figures).items():
         if before != after:
             problems.append(f"{page} is not up to date: run python -m qa_lib report --readme")
+    return problems
+
+
+def _old_figures(chosen: pd.DataFrame, folder: Path) -> list[str]:
+    """Return a sentence for each figure in a group's folder that is of other runs than `chosen`."""
+    problems = []
+    today = digest(chosen)
+    for path in sorted(folder.glob("*.png")):
+        with Image.open(path) as image:
+            drawn_from = image.text.get("Records")
+        if drawn_from != today:
+            problems.append(f"{path} is of other records: run python -m qa_lib report --pages")
+    return problems
+
+
+def _old_pages() -> list[str]:
+    """Return a sentence for each of PAGES whose cells are not those of its notebook."""
+    import nbformat
+
+    problems = []
+    for page, (notebook, _) in PAGES.items():
+        if not (ROOT / page).exists():
+            continue
+        kept = nbformat.read(ROOT / page, as_version=4).cells
+        of_notebook = nbformat.read(ROOT / notebook, as_version=4).cells
+        kept_sources = [cell.source for cell in kept if cell.id != "injected-parameters"]
+        if kept_sources != [cell.source for cell in of_notebook]:
+            problems.append(
+                f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"
+            )
     return problems

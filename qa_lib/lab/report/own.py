@@ -1,7 +1,8 @@
-"""The page of a group of one's own: what its runs came to and what they cost, in two tables and a figure.
+"""The page of a group of one's own: what its runs came to and what they cost.
 
-Groups that come with the checkout have the long page of notebooks/report.ipynb, whose words are about them. This one is
-written without a notebook, so that it takes seconds and needs neither Jupyter nor papermill.
+It has two tables and a figure. Groups that come with the checkout have the long page of
+notebooks/report.ipynb, whose words are about them. This one is written without a notebook, so that
+it takes seconds and needs neither Jupyter nor papermill.
 """
 
 from pathlib import Path
@@ -11,11 +12,11 @@ import pandas as pd
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.figures import fig_ladder
 from qa_lib.lab.report.format import gain
-from qa_lib.lab.report.readme import source
 from qa_lib.lab.report.stats import LEVEL, MARGIN, VERDICTS, equivalence
 from qa_lib.lab.report.style import SPOILT, digest, png, reason, style, title_of
 from qa_lib.lab.report.summary import result_table, summary
 from qa_lib.lab.report.tables import Column, markdown, render
+from qa_lib.lab.report.variants_table import source
 from qa_lib.records.files import writable_folder, write_atomically
 
 # Columns of the page's two tables, by their names in `summary.columns`.
@@ -38,10 +39,11 @@ COSTS = (
 
 
 def write_page(runs: pd.DataFrame, folder: Path) -> Path:
-    """Write report.md, and its figure beside it, into a folder; returns the page's path.
+    """Write report.md, and its figure beside it, into a folder; return the page's path.
 
-    `runs` are those of one group that count (evidence.select). Raises RecordError for a folder that
-    is a link.
+    `runs` are those of one group that count (`evidence.select`).
+
+    Raises RecordError for a folder that is a link.
     """
     group = runs["group"].iloc[0]
     lines = summary(runs).sort_values("micro_batch", ascending=False, kind="stable")
@@ -65,6 +67,19 @@ def write_page(runs: pd.DataFrame, folder: Path) -> Path:
     return page
 
 
+def _about(runs: pd.DataFrame) -> str:
+    """Return what the runs trained, and on what they were scored, in words."""
+    newest = evidence.usual_conditions(runs).iloc[-1]
+    text = f"{newest['model.name']} on {newest['data.name']}"
+    samples = newest["spec.n_train"]
+    if pd.notna(samples):
+        text += f", {samples:,.0f} samples"
+    questions = newest["spec.n_eval"]
+    if pd.notna(questions):
+        text += f", scored on {questions:,.0f}"
+    return text
+
+
 def _about_columns(runs: pd.DataFrame) -> str:
     """Return what the columns of the first table mean."""
     score = runs["task.label"].iloc[0]
@@ -76,13 +91,15 @@ def _about_columns(runs: pd.DataFrame) -> str:
 
 
 def _verdicts(runs: pd.DataFrame) -> list[str]:
-    """Which variants are as good as the baseline by three seeds and more, as Markdown; nothing where none has them."""
+    """Return which variants are as good as the baseline by three seeds or more.
+
+    These are a table and its legend as Markdown, none where no variant has three seeds.
+    """
     try:
-        tested = (
-            equivalence(evidence.usual_conditions(runs)).dropna(subset="best_delta±").reset_index()
-        )
+        tested = equivalence(evidence.usual_conditions(runs))
     except evidence.NotMeasured:
         return []
+    tested = tested.dropna(subset="best_delta±").reset_index()
     tested["verdict"] = tested["verdict"].map(VERDICTS)
     columns = [
         Column("variant"),
@@ -98,21 +115,8 @@ def _verdicts(runs: pd.DataFrame) -> list[str]:
     return [markdown(render(tested, columns)), legend]
 
 
-def _about(runs: pd.DataFrame) -> str:
-    """What the runs trained, in words."""
-    shown = evidence.usual_conditions(runs)
-    newest = shown.iloc[-1]
-    samples, questions = newest["spec.n_train"], newest["spec.n_eval"]
-    said = f"{newest['model.name']} on {newest['data.name']}"
-    if pd.notna(samples):
-        said += f", {samples:,.0f} samples"
-    if pd.notna(questions):
-        said += f", scored on {questions:,.0f}"
-    return said
-
-
 def _ladder(runs: pd.DataFrame, folder: Path) -> str:
-    """The ladder of speeds as Markdown, drawn into the folder; or why there is none."""
+    """Draw the ladder of speeds into a folder; return it as Markdown, or why there is none."""
     try:
         with style():
             figure = fig_ladder(runs)

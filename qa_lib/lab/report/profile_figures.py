@@ -1,0 +1,236 @@
+"""The figures of profiles: a step by phase and part of the model, and memory by what fills it.
+
+`fig_step` and `fig_phases` take the runs of one group, and choose among the profiles beside them.
+`step` and `phases` draw profiles that are given, {name: profile}, as profiling.ipynb makes them.
+"""
+
+import pandas as pd
+import seaborn as sns
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from qa_lib.lab.report import style
+from qa_lib.lab.report.evidence import NotMeasured, baseline, table_order
+from qa_lib.lab.report.format import number, percent
+from qa_lib.measure.trace import PARTS, PHASES
+from qa_lib.spec.variants import RECOMMENDED
+
+# The parts of a step -> their colours.
+PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
+PART_COLORS["waiting"] = "0.9"
+
+# What fills memory, in words -> its key in a profile's memory, less `_mib`.
+HELD = {
+    "parameters": "params",
+    "optimizer state": "optimizer",
+    "activations": "activations",
+    "gradients and workspace": "workspace",
+    "reserved, not used": "fragmentation",
+}
+HELD_COLORS = dict(zip(HELD, [*style.COLORBLIND[:4], "0.85"], strict=True))
+
+# By at most this share the peaks of a profile and of a run of the same code differ: they draw other
+# batches.
+SAME = 0.05
+
+
+def profiles(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the profiles beside the runs of a group, in the order of the variants table.
+
+    Columns: variant, micro_batch, name, profile; peak_mib, the peak of the profile's memory, and
+    recorded_mib, that of the run.
+
+    Raises NotMeasured if there is none.
+    """
+    names = {"spec.variant": "variant", "memory.peak_alloc_mib": "recorded_mib"}
+    table = runs.rename(columns=names)
+    table = table.assign(profile=[run.profile() for run in runs["run"]]).dropna(subset="profile")
+    if table.empty:
+        raise NotMeasured(
+            "no run of this group has a profile: "
+            "python -m qa_lib profile VARIANT --preset S makes one"
+        )
+    table = table.sort_values("variant", key=table_order, kind="stable").reset_index(drop=True)
+    memories = [profile["memory"] or {} for profile in table["profile"]]
+    table["peak_mib"] = [memory.get("peak_mib") for memory in memories]
+    table["name"] = table["variant"]
+    if table["micro_batch"].nunique() > 1:
+        table["name"] += table["micro_batch"].map(", micro-batch {}".format)
+    return table
+
+
+def with_memory(profiles: dict[str, dict]) -> dict[str, dict]:
+    """Return those of some profiles {name: profile} that have memory.
+
+    Raises NotMeasured if none has.
+    """
+    chosen = {name: profile for name, profile in profiles.items() if profile["memory"]}
+    if not chosen:
+        raise NotMeasured("GPU memory is counted by the GPU's allocator, which a CPU has not")
+    return chosen
+
+
+def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
+    """Return an empty figure of profiles {name: profile} with a title and a caption.
+
+    `height` is in inches.
+    """
+    commits = sorted({str(profile["code"]["commit"])[:7] for profile in shown.values()})
+    sizes = sorted({profile["spec"]["micro_batch"] for profile in shown.values()})
+    first = next(iter(shown.values()))
+    env = first["env"]
+    if env["gpu"]:
+        hardware = f"{env['gpu']}, host {env['cpu']}"
+    else:
+        hardware = f"Operators' own times. {style.CPU_CAVEAT}"
+    note = (
+        f"Group {first['group']}, profiled apart from its timed runs, "
+        f"micro-batch {', '.join(map(str, sizes))}. {style.code(', '.join(commits))}. {hardware}."
+    )
+    return style.new_figure(title, note, height)
+
+
+# A step.
+
+
+def fig_step(runs: pd.DataFrame) -> Figure:
+    """Draw a step of the baseline and one of the recommended variant (see `step`).
+
+    Where that was not profiled, the quickest profiled variant takes its place. Both steps are at
+    the largest micro-batch at which the baseline and another variant were profiled.
+
+    Raises NotMeasured where there is none.
+    """
+    base = baseline(runs)
+    table = profiles(runs)
+    variants = table.groupby("micro_batch")["variant"].agg(set)
+    sizes = [size for size, names in variants.items() if {base} < names]
+    if not sizes:
+        raise NotMeasured(f"no profile of {base} beside another variant's at the same micro-batch")
+    at_size = table[table["micro_batch"] == max(sizes)]
+    by_variant = at_size.set_index("variant")["profile"].to_dict()
+    of_base = by_variant.pop(base)
+    best = RECOMMENDED
+    if RECOMMENDED not in by_variant:
+        best = min(by_variant, key=lambda name: by_variant[name]["time"]["step_ms"])
+    return step({base: of_base, best: by_variant[best]})
+
+
+def step(shown: dict[str, dict]) -> Figure:
+    """Draw what a step spends its time on: for each profile {name: profile} a bar for each phase,
+    with a block for each part of the model.
+
+    The step's duration is the one without the profiler.
+    """
+    figure = profile_figure(_step_title(shown), shown, height=1.4 + 1.3 * len(shown))
+    axes = figure.subplots(len(shown), squeeze=False)[:, 0]
+    for axis, (name, profile) in zip(axes, shown.items(), strict=True):
+        _draw_step(axis, name, profile["time"])
+    widest = max(axis.get_xlim()[1] for axis in axes)
+
+    def label(ms: float) -> str:
+        """Return the number of a block that is wide enough for it."""
+        return number(ms) if ms > widest / 25 else ""
+
+    for axis in axes:
+        axis.set_xlim(0, widest)
+        for blocks in axis.containers:
+            axis.bar_label(blocks, fmt=label, label_type="center", fontsize=7)
+    axes[-1].set_xlabel("ms")
+    style.legend(axes[0], 1.2)
+    return figure
+
+
+def _step_title(shown: dict[str, dict]) -> str:
+    """Return how long a step takes in each profile, and if the last is quicker than the first, the
+    two parts of the model that shrank most."""
+    times = [profile["time"] for profile in shown.values()]
+    durations = [
+        f"{number(time['step_ms'])} ms in {name}" for name, time in zip(shown, times, strict=True)
+    ]
+    title = f"A step takes {', '.join(durations)}"
+    first = times[0]
+    last = times[-1]
+    if last["step_ms"] >= first["step_ms"]:
+        return title
+    before = _ms_by_part(first)
+    after = _ms_by_part(last)
+    shrunk = before.sub(after, fill_value=0.0).nlargest(2).index
+    ms_before = number(before[shrunk].sum())
+    ms_after = number(after.reindex(shrunk).sum())
+    return f"{title}; {' + '.join(shrunk)}: {ms_before} → {ms_after} ms"
+
+
+def _ms_by_part(time: dict) -> pd.Series:
+    """Return the milliseconds of a profile's step by part of the model."""
+    return pd.DataFrame(time["parts"]).sum(axis="columns")
+
+
+def _draw_step(axis: Axes, name: str, time: dict) -> None:
+    """Draw the bars of one profile's step, with its numbers in the title."""
+    table = pd.DataFrame(time["parts"]).T
+    table = table.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
+    table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
+    style.stack(axis, table, PART_COLORS)
+    style.columns(axis, {"ms": table.sum(axis="columns").map(number)})
+    busy = percent(time["busy_share"])
+    title = f"{name}: {number(time['step_ms'])} ms a step, the GPU busy for {busy}"
+    if time["launches_per_step"] is not None:
+        title += f", {time['launches_per_step']:,.0f} launches"
+    axis.set_title(title, loc="left", fontsize=10)
+
+
+# Memory.
+
+
+def fig_phases(runs: pd.DataFrame) -> Figure:
+    """Draw what fills the memory at its peak, a bar for each profiled variant of a group.
+
+    Profiles that took other memory than the run beside them are of older code, and are left out.
+
+    Raises NotMeasured where no profile has memory.
+    """
+    table = profiles(runs)
+    recorded_mib = table["recorded_mib"].astype(float)
+    difference = (table["peak_mib"].astype(float) - recorded_mib).abs()
+    # A profile stays where either peak is missing.
+    is_of_other_code = difference > SAME * recorded_mib
+    return phases(table[~is_of_other_code].set_index("name")["profile"].to_dict())
+
+
+def phases(shown: dict[str, dict]) -> Figure:
+    """Draw what fills the memory at its peak, a bar for each profile {name: profile}.
+
+    Profiles without memory are left out.
+
+    Raises NotMeasured if none has memory.
+    """
+    shown = with_memory(shown)
+    memory = pd.DataFrame({name: profile["memory"] for name, profile in shown.items()}).T
+    gib = _gib_held(memory)
+    peaks_mib = memory["peak_mib"].astype(float)
+    fullest = peaks_mib.idxmax()
+    largest = gib.loc[fullest].idxmax()
+    shares = (1024 * gib[largest] / peaks_mib).map(percent)
+    title = f"{largest.capitalize()} fill {shares[fullest]} of the peak in {fullest}"
+    other = RECOMMENDED if RECOMMENDED in peaks_mib else peaks_mib.idxmin()
+    if other != fullest:
+        title += f", {shares[other]} in {other}"
+    figure = profile_figure(title, shown, height=1.4 + 0.3 * len(shown))
+    axis = figure.subplots()
+    style.stack(axis, gib, HELD_COLORS)
+    style.columns(axis, {"peaks in": memory["peak_phase"] + " pass"})
+    axis.set_xlabel("GPU memory at the peak in GiB")
+    style.legend(axis)
+    return figure
+
+
+def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
+    """Return the GiB of each of HELD at the peak of each profile's memory."""
+    mib = memory[[f"{key}_mib" for key in HELD.values()]].astype(float)
+    gib = mib.set_axis(list(HELD), axis="columns") / 1024
+    # In the optimizer's phase the activations are gone, and the gradients are there.
+    in_optimizer = memory["peak_phase"] == "optimizer"
+    gib.loc[in_optimizer, "gradients and workspace"] += memory["grads_mib"].astype(float) / 1024
+    gib.loc[in_optimizer, "activations"] = 0.0
+    return gib

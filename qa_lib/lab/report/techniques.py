@@ -1,0 +1,814 @@
+"""How each technique works, in a few sentences, and the code that does it.
+
+A technique is what a variant changes: one setting, and its new value. Each stands below as a
+function under `@technique`, whose arguments name the setting, its values and the sentences that
+notebooks print. The function returns the code that they print after it. It imports that code
+itself, so that only what is shown is loaded, and PyTorch only where something is.
+
+A variant that changes a new setting, or sets one to a new value, needs a technique here.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qa_lib.paths import PACKAGE
+from qa_lib.spec.variants import VARIANTS
+
+# Returns functions, methods or classes.
+CodeOf = Callable[[], list[Any]]
+
+
+@dataclass(frozen=True)
+class Gain:
+    """A comparison of two variants that README.md makes, to say what a technique gains."""
+
+    adds: str
+    """The variant that has the technique."""
+    over: str
+    """The variant that it is compared with, which has what a practitioner would have."""
+    than: str
+    """What `over` is, in words."""
+
+
+@dataclass(frozen=True)
+class Technique:
+    """How one change of a setting works."""
+
+    setting: str | None
+    """The setting that is changed; None for the baseline, which changes nothing."""
+    values: tuple[Any, ...]
+    """The new values that this explains; empty for all that no earlier technique explains."""
+    how: str
+    """Sentences that say how it works."""
+    code: CodeOf
+    """Returns what is shown of the code, the most important first."""
+    gain: Gain | None
+    """The comparison in README.md's table, if it stands there."""
+
+    def explains(self, change: dict[str, Any]) -> bool:
+        """Return whether this is how a variant's change {setting: new value} works."""
+        if self.setting is None:
+            return not change
+        if self.setting not in change:
+            return False
+        return not self.values or change[self.setting] in self.values
+
+
+TECHNIQUES: list[Technique] = []
+
+
+def technique(
+    setting: str | None = None, *values: Any, how: str, gain: Gain | None = None
+) -> Callable[[CodeOf], CodeOf]:
+    """Return a decorator that appends a Technique, whose code the function returns."""
+
+    def append(code: CodeOf) -> CodeOf:
+        TECHNIQUES.append(Technique(setting, values, how, code, gain))
+        return code
+
+    return append
+
+
+def find_technique(variant: str) -> Technique:
+    """Return the first of TECHNIQUES that explains what a variant changes."""
+    change = VARIANTS[variant].change
+    return next(known for known in TECHNIQUES if known.explains(change))
+
+
+@dataclass(frozen=True)
+class Source:
+    """Lines of a file of this package."""
+
+    path: str
+    """The file, from the folder that the package lies in: 'qa_lib/train/loop.py'."""
+    first: int
+    """The number of the first line."""
+    code: str
+    """The lines, without the indentation that all of them have."""
+
+
+def source_of(shown: Any) -> Source:
+    """Return the lines of a function, method, class, Triton kernel or custom operator."""
+    # Triton keeps a kernel's function as `fn`, and PyTorch a custom operator's as `_init_fn`.
+    for attribute in ("fn", "_init_fn"):
+        shown = getattr(shown, attribute, shown)
+    path = Path(inspect.getsourcefile(shown)).relative_to(PACKAGE.parent)
+    lines, first = inspect.getsourcelines(shown)
+    return Source(path.as_posix(), first, textwrap.dedent("".join(lines)))
+
+
+# Engines, numbers, compiler.
+
+
+@technique(
+    "engine",
+    "trainer",
+    how=(
+        "`transformers.Trainer` gets the same model, the same micro-batches and the same "
+        "schedule as the visible loop. What it is told is in the arguments below; the rest is "
+        "its own."
+    ),
+)
+def trainer_engine():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "engine",
+    "plain",
+    how=(
+        "A step as a good engineer writes it, with `torch.compile`, autocast, fused AdamW and "
+        "clipping. Nothing of this library is in it, so that it shows what the library adds."
+    ),
+)
+def plain_engine():
+    from qa_lib.train.plain import PlainStep
+
+    return [PlainStep]
+
+
+@technique(
+    "precision",
+    "fp32",
+    how=(
+        "Everything stays in 32 bits: no autocast, and a scaler of the loss that does nothing. "
+        "It is what the variants in half precision are measured against."
+    ),
+)
+def fp32():
+    from qa_lib.train.optim import Precision
+
+    return [Precision]
+
+
+@technique(
+    "precision",
+    how=(
+        "Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 ends at "
+        "65,504 and underflows early, so that its loss is scaled up before the backward pass; "
+        "bf16 has the range of fp32 and needs no scale."
+    ),
+)
+def half_precision():
+    from qa_lib.train.optim import Precision
+
+    return [Precision]
+
+
+@technique(
+    "compile",
+    "none",
+    how=(
+        "Where kernels of our own are nearly all of a step, there is little left for a compiler, "
+        "and the step is captured as it is. Only these kernels are compiled, several at a time, "
+        "so that the first step comes 10 to 15 s sooner; each further step takes 1 % longer."
+    ),
+)
+def only_our_kernels_compiled():
+    from qa_lib.train.compile import compile_kernels
+
+    return [compile_kernels]
+
+
+@technique(
+    "compile",
+    "regional",
+    how=(
+        "All layers are alike, so that three of them are compiled and that one program serves "
+        "all. Training starts sooner, and what would be fused across a border is lost."
+    ),
+)
+def regional_compilation():
+    from qa_lib.model.packed import RegionalModel
+
+    return [RegionalModel]
+
+
+@technique(
+    "compile",
+    "reduce-overhead",
+    how=(
+        '`torch.compile` in its mode "reduce-overhead" records the forward and the backward pass '
+        "as CUDA graphs of its own. Optimizer and clipping are still launched kernel by kernel."
+    ),
+)
+def reduce_overhead():
+    from qa_lib.train.plain import PlainStep
+
+    return [PlainStep]
+
+
+@technique(
+    "compile",
+    how=(
+        "`torch.compile` traces the model into one graph and hands it to a backend. `inductor` "
+        "writes few kernels that each read and write memory once; `aot_eager` runs the graph's "
+        "operators as they are, and `cudagraphs` replays them with one launch."
+    ),
+    gain=Gain(adds="A3", over="A2", than="fused attention, not compiled"),
+)
+def compiled():
+    from qa_lib.train.compile import compiled
+
+    return [compiled]
+
+
+# Batches.
+
+
+@technique(
+    "padding",
+    "longest",
+    how=(
+        "The samples of a micro-batch are padded to its longest one, rounded up to one of few "
+        "lengths, and no longer to the limit. One long sample is enough to spoil it for all "
+        "beside it."
+    ),
+)
+def padding_to_the_longest():
+    from qa_lib.data.batches import Batches
+
+    return [Batches.padded_length, Batches.tokens]
+
+
+@technique(
+    "padding",
+    "packed",
+    how=(
+        "Samples are dealt to micro-batches so that all have nearly the same number of tokens, "
+        "and each micro-batch is one sequence of fixed length. Attention is told where the "
+        "samples end, and computes nothing across them."
+    ),
+    gain=Gain(adds="E-packed", over="A4", than="length grouping"),
+)
+def packing():
+    from qa_lib.data.packing import deal
+    from qa_lib.model.attention import flash
+
+    return [deal, flash]
+
+
+@technique(
+    "group_by_length",
+    how=(
+        "Spans of 50 micro-batches are sorted by length before they are cut, so that those "
+        "beside each other are alike, and the micro-batches are shuffled afterwards. Little is "
+        "left to pad, and the order stays random."
+    ),
+)
+def grouping_by_length():
+    from qa_lib.data.batches import Batches
+
+    return [Batches._drawn]
+
+
+# The step.
+
+
+@technique(
+    "cuda_graph",
+    True,
+    how=(
+        "A step of BERT-base is some 1,700 kernels, each launched by Python in turn. A CUDA "
+        "graph records them once and replays them with one launch, so that a slow host no longer "
+        "matters."
+    ),
+    gain=Gain(adds="E-graph", over="E-adamw", than="compiled, packed, fused AdamW"),
+)
+def cuda_graph():
+    from qa_lib.train.cuda_graph import GraphedStep
+
+    return [GraphedStep.__call__, GraphedStep._capture]
+
+
+@technique(
+    "cuda_graph",
+    False,
+    how=(
+        "The step is launched kernel by kernel again, as it stands below. The difference to its "
+        "parent is what capturing it as a CUDA graph gives."
+    ),
+)
+def no_cuda_graph():
+    from qa_lib.train.loop import OptimizerStep
+
+    return [OptimizerStep.__call__]
+
+
+@technique(
+    "optimizer",
+    "adamw-fused",
+    how=(
+        "PyTorch's default AdamW runs in many launches and keeps its step count on the host. "
+        "Fused, it is one kernel for all parameters, with rate and step count on the device, and "
+        "no step waits for it."
+    ),
+)
+def fused_adamw():
+    from qa_lib.train.optim import _adamw, _fused
+
+    return [_adamw, _fused]
+
+
+@technique(
+    "optimizer",
+    "adamw-8bit",
+    how=(
+        "AdamW keeps two moments for each parameter, which bitsandbytes stores in 8 bits with a "
+        "scale for each block. Small tensors and embeddings keep theirs in 32 bits."
+    ),
+)
+def adamw_8bit():
+    from qa_lib.train.optim import _adamw8bit
+
+    return [_adamw8bit]
+
+
+@technique(
+    "optimizer",
+    "adamw-master",
+    how=(
+        "Weights, gradients and activations are in half precision, and nothing is cast on the "
+        "way. A step that is smaller than a weight's rounding would be lost: it is added to an "
+        "fp32 master, of which 16 bits are the weight and 16 lie beside it."
+    ),
+    gain=Gain(adds="E-masters", over="E-bf16", than="autocast to bf16"),
+)
+def fp32_masters():
+    from qa_lib.train.master_adamw import halves, master_of
+
+    return [master_of, halves]
+
+
+@technique(
+    "optimizer",
+    "adamw-master-bf16",
+    how=(
+        "Adam's moments take half the bytes in bf16. They are rounded up or down at random, "
+        "since a moment that keeps 999 parts in 1,000 in every step would never move if it were "
+        "rounded to the nearest."
+    ),
+)
+def bf16_moments():
+    from qa_lib.train.master_adamw import update, upper
+
+    return [update, upper]
+
+
+@technique(
+    "optimizer",
+    "adamw-master-8bit",
+    how=(
+        "Adam's moments take 8 bits: an exponent and 3 or 4 bits of mantissa, with a scale for "
+        "each block of 1,024. They are rounded up or down at random, or they would never move."
+    ),
+)
+def moments_in_8_bits():
+    from qa_lib.kernels.eight_bit import decode, encode
+
+    return [encode, decode]
+
+
+# Parts of the model.
+
+
+@technique(
+    "qkv",
+    "fused",
+    how=(
+        "Query, key and value come from one matrix product of three times the width, where there "
+        "were three. It fills more of a large GPU, is one launch, and reads the hidden states "
+        "once."
+    ),
+)
+def fused_qkv():
+    from qa_lib.model.attention import FusedSelfAttention
+
+    return [FusedSelfAttention.forward]
+
+
+@technique(
+    "dropout",
+    "hash",
+    how=(
+        "Dropout needs a random bit for each element, and PyTorch's generator makes it in ten "
+        "rounds of multiplications. A hash of the element's number does it in a few "
+        "instructions, and the backward pass computes it again instead of reading a mask."
+    ),
+)
+def hashed_dropout():
+    from qa_lib.kernels.common import hash32, hash_dropout
+
+    return [hash32, hash_dropout]
+
+
+@technique(
+    "dropout",
+    "none",
+    how=(
+        "The rate of every dropout is 0, that of adapters as well. Large language models are "
+        "trained so today, since they see each text once."
+    ),
+)
+def no_dropout():
+    from qa_lib.model.build import build_model
+
+    return [build_model]
+
+
+@technique(
+    "attention",
+    "sdpa",
+    how=(
+        "PyTorch's fused attention goes through the scores in blocks that never leave the chip, "
+        "where eager attention writes one score for every pair of tokens to memory. transformers "
+        "has it: all that changes is the name that the model is made with."
+    ),
+)
+def sdpa():
+    from qa_lib.model.build import _attention_of, _pretrained
+
+    return [_attention_of, _pretrained]
+
+
+@technique(
+    "attention",
+    "efficient",
+    how=(
+        "A T4 has no FlashAttention, and PyTorch's memory-efficient kernel in its place. It "
+        "takes segments of equal length alone, so that neighbours of one length share a call."
+    ),
+)
+def memory_efficient_attention():
+    from qa_lib.model.attention import _equal_limits, efficient
+
+    return [efficient, _equal_limits]
+
+
+@technique(
+    "attention",
+    "triton-varlen",
+    "triton-causal",
+    how=(
+        "The softmax is taken online: for each block of keys the maximum, the sum and the output "
+        "so far are corrected, and no score is written to memory. Dropout's bits are a hash of "
+        "the two tokens' numbers, which the backward pass computes again."
+    ),
+    gain=Gain(adds="E-varlen", over="E-regions", than="FlashAttention"),
+)
+def own_attention_kernel():
+    from qa_lib.kernels.varlen_attention import attend
+
+    return [attend]
+
+
+@technique(
+    "norms",
+    "fused",
+    how=(
+        "Bias, dropout, residual and layer norm each read and write all hidden states if they "
+        "are kernels of their own. Here a program has some rows in registers, does all four, and "
+        "writes once."
+    ),
+    gain=Gain(adds="E-norm", over="E-varlen", than="what Inductor fuses"),
+)
+def fused_norms():
+    from qa_lib.kernels.fused_norm import norm_forward_kernel
+
+    return [norm_forward_kernel]
+
+
+@technique(
+    "gelu",
+    "sigmoid",
+    how=(
+        "GELU multiplies by the normal distribution's cdf, whose logit a polynomial of three "
+        "terms meets to a fraction of half precision's rounding. A sigmoid takes it back in 23 "
+        "instructions, where the error function has 38."
+    ),
+)
+def gelu_by_sigmoid():
+    from qa_lib.kernels.gelu import _cdf, _Gelu
+
+    return [_cdf, _Gelu]
+
+
+@technique(
+    "loss",
+    "chunked",
+    how=(
+        "The scores of every word for every token are a language model's largest tensor. Here "
+        "they exist for some tokens at a time: loss and gradients are computed together, and no "
+        "logits are kept."
+    ),
+)
+def chunked_loss():
+    from qa_lib.kernels.linear_cross_entropy import _loss
+
+    return [_loss]
+
+
+@technique(
+    "loss",
+    "chunked-fp8",
+    how=(
+        "Head and loss are computed together, some tokens at a time, so that no logits are kept. "
+        "Two of the three matrix products take 8-bit floats, which tensor cores multiply at "
+        "twice the rate."
+    ),
+)
+def chunked_loss_in_fp8():
+    from qa_lib.kernels.linear_cross_entropy import _loss
+
+    return [_loss]
+
+
+@technique(
+    "feed_forward",
+    "fp8",
+    how=(
+        "Tensor cores multiply 8-bit floats at twice the rate of bf16. Operands are scaled into "
+        "the formats' range first, and the gradient of the weight stays in bf16, since its error "
+        "would go straight into the update."
+    ),
+)
+def fp8_feed_forward():
+    from qa_lib.kernels.fp8 import _Fp8Linear
+
+    return [_Fp8Linear]
+
+
+# What is trained, and what is kept for it.
+
+
+@technique(
+    "qat",
+    how=(
+        "Weights and activations are rounded in the forward pass as they will be when the model "
+        "is quantized, and the backward pass takes the rounding for the identity. The model "
+        "learns weights that bear it."
+    ),
+)
+def quantization_aware_training():
+    from qa_lib.model.qat import use_rounding
+
+    return [use_rounding]
+
+
+@technique(
+    "activation_checkpointing",
+    "elementwise",
+    how=(
+        "The compiler decides what the forward pass keeps for the backward pass. Here it leaves "
+        "out the outputs of GELU and of the norms, which it computes again without repeating a "
+        "matrix product."
+    ),
+)
+def elementwise_checkpointing():
+    from qa_lib.train.compile import compiled
+
+    return [compiled]
+
+
+@technique(
+    "activation_checkpointing",
+    True,
+    how=(
+        "The forward pass keeps the input of each layer and nothing inside it. The backward pass "
+        "runs the layer once more when its gradients are due: a third more work for a part of "
+        "the memory."
+    ),
+)
+def activation_checkpointing():
+    from qa_lib.model.build import _transform
+
+    return [_transform]
+
+
+@technique(
+    "trainable",
+    how=(
+        "What does not train needs no gradient and no moments of the optimizer. LoRA puts two "
+        "narrow matrices beside a frozen one, BitFit trains biases alone, and freezing leaves "
+        "out whole layers."
+    ),
+)
+def a_part_of_the_weights():
+    from qa_lib.model.build import _add_adapters, _frozen_by, apply_recipe
+
+    return [apply_recipe, _add_adapters, _frozen_by]
+
+
+@technique(
+    "base_quantization",
+    "nf4",
+    how=(
+        "The frozen weights are kept in 4 bits, two of them a byte, with a scale for each 64. "
+        "Every forward and backward pass widens a layer's weights for its own product and "
+        "forgets them again."
+    ),
+)
+def nf4_base():
+    from qa_lib.model.nf4 import NF4Linear, _wide
+
+    return [NF4Linear.forward, _wide]
+
+
+# Several GPUs.
+
+
+@technique(
+    "parallel",
+    "ddp-one-bucket",
+    how=(
+        "All gradients are put into one tensor and averaged by one call after the backward pass. "
+        "Nothing hides that call, but a CUDA graph captures it with the rest of the step."
+    ),
+)
+def one_bucket():
+    from qa_lib.train.parallel.data_parallel import OneBucketDDP
+
+    return [OneBucketDDP]
+
+
+@technique(
+    "parallel",
+    "ddp-overlap",
+    how=(
+        "The gradients of some layers are sent as soon as all of them are there, on a stream of "
+        "their own. Meanwhile the backward pass computes those of the layers below."
+    ),
+)
+def ddp_overlap():
+    from qa_lib.train.parallel.overlap import OverlapDDP
+
+    return [OverlapDDP]
+
+
+@technique(
+    "parallel",
+    "zero1",
+    how=(
+        "Each process updates an equal share of the weights and keeps the optimizer's state for "
+        "that share alone. Gradients are reduced to their share, and the new weights are "
+        "gathered after the update."
+    ),
+)
+def zero1():
+    from qa_lib.train.parallel.zero1 import FlatShard
+
+    return [FlatShard.reduce_grads, FlatShard.all_gather_params]
+
+
+@technique(
+    "parallel",
+    "zero1-overlap",
+    how=(
+        "Each process updates a share of the weights, and both ways of the exchange are hidden. "
+        "Gradients leave during the backward pass, and new weights come during the next forward "
+        "pass."
+    ),
+)
+def zero1_overlap():
+    from qa_lib.train.parallel.overlap import OverlapZero1
+
+    return [OverlapZero1.begin, OverlapZero1._send]
+
+
+@technique(
+    "parallel",
+    "fsdp2",
+    how=(
+        "Each process keeps a share of weights, gradients and optimizer alike. A layer gathers "
+        "its weights when it needs them, and forgets them again."
+    ),
+)
+def fsdp2():
+    from qa_lib.train.parallel.data_parallel import FSDP2
+
+    return [FSDP2]
+
+
+@technique(
+    "parallel",
+    "pipeline",
+    how=(
+        "Each process has some of the layers and hands hidden states on, one micro-batch after "
+        "the other. The order in which it takes forward and backward passes decides how long it "
+        "waits and how much it keeps."
+    ),
+)
+def pipeline():
+    from qa_lib.train.parallel.pipeline import Pipeline
+
+    return [Pipeline._build_schedule]
+
+
+@technique(
+    "parallel",
+    "tensor",
+    how=(
+        "Every matrix product is cut: the first of a pair by columns, the second by rows, so "
+        "that nothing has to be sent between them. After each pair the processes add up what "
+        "they have."
+    ),
+)
+def tensor_parallel():
+    from qa_lib.train.parallel.tensor import Tensor
+
+    return [Tensor.__init__]
+
+
+@technique(
+    "parallel",
+    "deepspeed",
+    how=(
+        "The Trainer hands the step to DeepSpeed's engine, which is ZeRO stage 1: every process "
+        "has the whole model, its own micro-batches and a share of the optimizer. It is no "
+        "pipeline, whatever it has been called."
+    ),
+)
+def deepspeed():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "parallel",
+    "ddp",
+    "ddp-bf16",
+    how=(
+        "Each process has the whole model and a part of the step's micro-batches. PyTorch's "
+        "DistributedDataParallel averages the gradients in buckets while the backward pass still "
+        "computes others."
+    ),
+)
+def ddp():
+    from qa_lib.train.parallel.data_parallel import DDP
+
+    return [DDP]
+
+
+@technique(
+    "schedule",
+    how=(
+        "Each process has some of the layers and hands hidden states on, one micro-batch after "
+        "the other. The order in which it takes forward and backward passes decides how long it "
+        "waits and how much it keeps."
+    ),
+)
+def pipeline_schedule():
+    from qa_lib.train.parallel.pipeline import Pipeline
+
+    return [Pipeline._build_schedule]
+
+
+# Faults, on purpose.
+
+
+@technique(
+    "fault",
+    "positional-join",
+    how=(
+        "The reference project's predictions came back sorted by length, and were read in the "
+        "order of the questions. Here the same fault is made on purpose, to show what it does to "
+        "F1."
+    ),
+)
+def positional_join():
+    from qa_lib.score.evaluate import joined_by_position
+
+    return [joined_by_position]
+
+
+@technique(
+    "fault",
+    "nvidia-smi-polling",
+    how=(
+        "Every process starts nvidia-smi after every step and waits for it. It shows what "
+        "measuring costs when it is done inside the step."
+    ),
+)
+def nvidia_smi_polling():
+    from qa_lib.train.trainer import _Steps
+
+    return [_Steps]
+
+
+@technique(
+    how=(
+        "The baseline's optimizer step, as plain as it can be written. Every variant changes one "
+        "thing of it, or of the model and the batches that it gets."
+    ),
+)
+def baseline():
+    from qa_lib.train.loop import OptimizerStep
+
+    return [OptimizerStep.__call__]

@@ -1,0 +1,161 @@
+"""What the notebooks say about parameters, a machine, answers, and runs of a family."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+
+from qa_lib.lab.report.evidence import load_runs
+from qa_lib.lab.report.notebook import (
+    advice,
+    answers,
+    check_parameters,
+    committed,
+    family_table,
+    finished,
+)
+from qa_lib.spec.variants import FAMILIES, find_variant
+from tests.material import ROOT, leave, refused, write
+from tests.report_runs import make_one_of_each_kind
+from tests.tiny import planned
+
+# Parameters.
+
+
+def cells_with(injected):
+    """The cells that IPython has run when a notebook checks what papermill has injected."""
+    parameters = 'variant = "A1"\nseed = 0'
+    return ["", "import os", parameters, f"# Parameters\n{injected}\n", "check_parameters(In)"]
+
+
+def test_a_misspelt_parameter_stops_the_run():
+    message = "unknown parameter 'varient'; did you mean 'variant'"
+    refused(message, check_parameters, cells_with('varient = "A3"'))
+
+
+def test_a_parameter_of_the_notebook_passes():
+    check_parameters(cells_with('variant = "A3"'))
+
+
+# The machine.
+
+
+def test_a_card_is_named_with_what_suits_it():
+    assert advice("t4").startswith(
+        '**This card:** T4. `variant = "recommended"` takes what suits it'
+    )
+
+
+def test_a_cpu_is_told_what_it_can_do():
+    assert "No GPU here" in advice("cpu")
+
+
+# Answers.
+
+
+@pytest.fixture
+def questions():
+    """Validation data of ten questions, of which the first alone has an answer."""
+    examples = [SimpleNamespace(id="a", question="who ?", answers=(("alice", 3),))]
+    for number in range(9):
+        examples.append(SimpleNamespace(id=str(number), question="what ?", answers=()))
+    return SimpleNamespace(validation=SimpleNamespace(examples=examples))
+
+
+@pytest.fixture
+def record_of(tmp_path, questions):
+    """Leave the answers of a variant, which answers the first question alone; its record."""
+
+    def leave_answers(variant, first_answer):
+        folder = tmp_path / "g" / f"{variant}-s0-x" / "answers"
+        folder.mkdir(parents=True)
+        given = {example.id: "" for example in questions.validation.examples}
+        write(folder / "predictions.json", given | {"a": first_answer})
+        return {
+            "run_id": f"{variant}-s0-x",
+            "group": "g",
+            "status": "ok",
+            "spec": {"variant": variant},
+        }
+
+    return leave_answers
+
+
+def test_answers_of_runs_stand_beside_the_gold_ones(tmp_path, questions, record_of):
+    text = answers([record_of("A4", "bob"), record_of("A1", "")], tmp_path, questions)
+    assert "| question | A4 | A1 | gold |" in text
+    assert "| who ? | bob | (no answer) | alice |" in text
+
+
+def test_answers_to_five_questions_are_shown(tmp_path, questions, record_of):
+    text = answers([record_of("A4", "bob")], tmp_path, questions)
+    assert text.count("| what ? |") == 4
+
+
+def test_a_run_that_did_not_end_ok_has_no_answers(tmp_path, questions, record_of):
+    record = record_of("A4", "bob") | {"status": "oom"}
+    assert "A4" not in answers([record], tmp_path, questions)
+
+
+def test_without_validation_data_there_are_no_answers(tmp_path, record_of):
+    text = answers([record_of("A4", "bob")], tmp_path, SimpleNamespace(validation=None))
+    assert text == "*Nothing of this table was measured.*"
+
+
+# Runs.
+
+
+@pytest.mark.parametrize(("status", "is_finished"), [("ok", True), ("killed", False)])
+def test_what_a_variant_is_compared_with_is_not_run_again_if_it_ended_ok(
+    tmp_path, status, is_finished
+):
+    spec = planned()
+    leave(tmp_path, spec, status, time={"steps": 400}, spec={"planned_steps": 400})
+    assert (finished(spec, tmp_path) is not None) == is_finished
+
+
+def test_a_run_without_a_record_is_not_finished(tmp_path):
+    assert finished(planned(), tmp_path) is None
+
+
+# A family.
+
+
+@pytest.fixture
+def every(tmp_path):
+    """Runs of a CPU with one variant of each kind."""
+    make_one_of_each_kind(tmp_path)
+    return load_runs(tmp_path)
+
+
+def records_of(every, *variants):
+    by_variant = every.set_index("spec.variant")["run"]
+    return [by_variant[name].record for name in variants]
+
+
+def test_a_familys_table_has_the_baseline_and_what_its_variants_change(every):
+    table = family_table(every, records_of(every, "B1"))
+    assert list(table["variant"]) == ["A1", "A3", "B1"]
+
+
+def test_a_familys_table_has_runs_of_other_families_that_were_made_with_it(every):
+    table = family_table(every, records_of(every, "B1", "A4"))
+    assert list(table["variant"]) == ["A1", "A3", "A4", "B1"]
+
+
+def test_a_familys_table_has_no_speeds_of_a_cpu(every):
+    assert "samples/s" not in family_table(every, records_of(every, "B1"))
+
+
+# Families whose first variant with a committed run is not the first of the family.
+FIRST_COMMITTED = {"L": "L-dropout", "P": "P1", "E": "E-moments"}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    text = committed(family)
+    assert find_variant(FIRST_COMMITTED.get(family, f"{family}1")).name in text
+    assert "| samples/s |" in text
+    assert re.search(r"on (one|\d) [\w ]+, 32", text)
+    assert "nan" not in text

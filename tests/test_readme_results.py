@@ -1,0 +1,201 @@
+"""The results in README.md: each block is made of the committed records, and checked."""
+
+import subprocess
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qa_lib.lab.report import cli, evidence, headline, readme
+from qa_lib.lab.report.evidence import select
+from qa_lib.records.archive import read_runs, write_archive
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import RECOMMENDED
+from tests.material import committed
+from tests.report_runs import make, make_one_of_each_kind
+
+
+@pytest.fixture
+def page(tmp_path, monkeypatch):
+    """README.md as the only page, with three empty blocks; a group of runs, archived, in git's index; and
+    a run of a group that is not committed."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "PAGES", {})
+    # Those that take no time; `test_readme` checks all of them.
+    blocks = {name: readme.BLOCKS[name] for name in ("headline", "variants", "groups")}
+    monkeypatch.setattr(readme, "BLOCKS", blocks)
+    make_one_of_each_kind(Path("runs"))
+    markers = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in blocks)
+    Path("README.md").write_text(f"# Title\n\n{markers}\n\ntail\n")
+    write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"), [])
+    subprocess.run(["git", "init", "-q"], check=True)
+    subprocess.run(["git", "add", "runs"], check=True)
+    make(Path("runs"), "A1", preset="local")
+    return Path("README.md")
+
+
+# The page.
+
+
+@pytest.mark.parametrize("words", ["| A1 | ", "`cpu-smoke`", "What is missing here is not known"])
+def test_the_readme_shows_committed_groups_and_what_they_lack(page, typed, words):
+    typed("report --readme")
+    assert words in page.read_text()
+
+
+def test_the_readme_shows_no_group_that_is_not_committed(page, typed):
+    typed("report --readme")
+    assert "cpu-local" not in page.read_text()
+
+
+def test_what_stands_outside_of_the_blocks_stays(page, typed):
+    typed("report --readme")
+    text = page.read_text()
+    assert text.startswith("# Title\n\n<!-- headline -->")
+    assert text.endswith("tail\n")
+
+
+def test_a_readme_that_was_just_made_is_up_to_date(page, typed):
+    typed("report --readme")
+    assert "are up to date" in typed("report --check")
+
+
+def test_a_readme_without_results_is_not_up_to_date(page, capsys):
+    assert cli.print_check(Path("runs"), Path("figures")) == 1
+    assert "README.md is not up to date" in capsys.readouterr().out
+
+
+def test_a_readme_with_other_results_is_not_up_to_date(page, typed, capsys):
+    typed("report --readme")
+    page.write_text(page.read_text().replace("| A1 |", "| A9 |"))
+    assert cli.print_check(Path("runs"), Path("figures")) == 1
+    assert "README.md is not up to date" in capsys.readouterr().out
+
+
+def test_a_readme_without_markers_is_a_clear_error(page, typed):
+    page.write_text("nothing")
+    text = typed("report --readme", code=2)
+    assert "no page has a block between <!-- headline -->" in text
+
+
+# The blocks.
+
+
+def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
+    """Scores, several GPUs and the language model are then those of the card that has them."""
+    every = committed()
+    names = {"group": "new-bench", "spec.hardware": "new", "env.gpu": "NEW"}
+    of_new_card = every[every["group"] == evidence.REFERENCE].assign(**names)
+    every = pd.concat([every, of_new_card], ignore_index=True)
+    texts = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
+    assert "on one NEW" in texts[0]
+    assert "8 seeds" in texts[0]
+    assert "4 GPUs train" in "".join(texts)
+
+
+def without_whole_trainings():
+    """The committed records without those of trainings that were measured whole."""
+    every = committed()
+    return every[every["spec.preset.name"] != "minutes"]
+
+
+@pytest.fixture
+def with_whole_trainings():
+    """Records with two trainings that were measured whole, of 1,000 samples.
+
+    The Trainer took 300 s for one of three epochs, 30 s of them until its first step, and the
+    recommended variant 150 s for all.
+    """
+    every = without_whole_trainings()
+    chosen = select(every, evidence.REFERENCE)
+    is_compared = chosen["spec.variant"].isin(["A0-longest", RECOMMENDED])
+    whole = chosen[is_compared & chosen["micro_batch"].eq(32)]
+    epochs = whole["spec.variant"].map({"A0-longest": 1.0, RECOMMENDED: 3.0})
+    seconds = whole["spec.variant"].map({"A0-longest": 300.0, RECOMMENDED: 150.0})
+    columns = {
+        "group": "h200-minutes",
+        "spec.preset.name": "minutes",
+        "spec.n_train": 1000,
+        evidence.EPOCHS: epochs,
+        "time.compile_cached": False,
+        "time.notebook_s": seconds,
+        "time.first_step_s": 30.0,
+    }
+    return pd.concat([every, whole.assign(**columns)], ignore_index=True)
+
+
+def test_minutes_are_projected_where_no_training_was_measured_whole():
+    text = headline.headline(without_whole_trainings(), evidence.REFERENCE)
+    assert text.startswith("**Projected from measured speed: three epochs")
+
+
+def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with_whole_trainings):
+    text = headline.headline(with_whole_trainings, evidence.REFERENCE)
+    assert text.startswith(
+        "**Three epochs of 1,000 samples train BERT-base in 2.5 minutes on one NVIDIA H100 80GB "
+        "HBM3, where `transformers.Trainer` takes 14.0 as it comes.** Measured from the command to "
+        "the last step, "
+    )
+    assert "Projected" not in text
+
+
+def test_one_epoch_stands_for_three_and_the_text_says_so(with_whole_trainings):
+    text = headline.headline(with_whole_trainings, evidence.REFERENCE)
+    assert "A0-longest: start, 3 times one epoch)" in text
+
+
+def test_a_training_that_was_scored_is_measured_to_the_score(with_whole_trainings):
+    is_whole = with_whole_trainings["group"] == "h200-minutes"
+    with_whole_trainings.loc[is_whole, "quality.f1"] = 80.0
+    assert "to the score" in headline.headline(with_whole_trainings, evidence.REFERENCE)
+
+
+MINUTES = {
+    "A0": 12.0,
+    "A0-longest": 12.0,
+    "A0-compile": 5.8,
+    "E-plain": 3.0,
+    "E-plain-graphs": 2.9,
+    RECOMMENDED: 1.9,
+}
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        (
+            list(MINUTES),
+            "12.0 as it comes, 5.8 with torch.compile, and plain PyTorch 2.9 at its best",
+        ),
+        (
+            ["A0-compile", "E-plain", "E-plain-graphs"],
+            "5.8 with torch.compile, and plain PyTorch 2.9 at its best",
+        ),
+        (["A0-compile"], "5.8 with torch.compile"),
+        # A0 is the Trainer padded to the limit, and no way in which anybody takes it.
+        (["E-plain", "A0"], ""),
+    ],
+)
+def test_the_rivals_are_named_that_were_measured_if_a_trainer_is_among_them(variants, words):
+    assert headline._rivals(pd.Series(MINUTES)[variants]) == words
+
+
+# Cards.
+
+
+@pytest.fixture(scope="module")
+def cards():
+    return readme.cards_table().set_index("card")
+
+
+def test_a_t4_gets_a_variant_that_it_has_kernels_for(cards):
+    assert cards.loc["T4", ["variant", "micro-batch"]].tolist() == ["E-t4-norm", "32"]
+
+
+def test_other_cards_get_one_of_the_two_quickest_variants(cards):
+    assert set(cards.drop(index="T4")["variant"]) <= set(TASKS["qa"].on_gpu[:2])
+
+
+def test_only_the_smallest_card_takes_a_smaller_micro_batch(cards):
+    assert set(cards["micro-batch"][:-1]) == {"32"}
+    assert int(cards["micro-batch"].iloc[-1]) < 32

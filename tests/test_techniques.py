@@ -1,0 +1,66 @@
+"""Each variant's change has a technique, which says how it works and shows the code."""
+
+import re
+
+import pytest
+
+from qa_lib.lab.report.notebook import technique
+from qa_lib.lab.report.techniques import TECHNIQUES, find_technique, source_of
+from qa_lib.spec.variants import VARIANTS
+from tests.material import ROOT
+
+
+def name_of(known):
+    return known.code.__name__
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_variant_has_a_technique(variant):
+    find_technique(variant)
+
+
+def test_each_technique_is_that_of_some_variant():
+    """So that a misspelt setting or value, which would explain nothing, is found."""
+    explained = {name_of(find_technique(variant)) for variant in VARIANTS}
+    assert [name_of(known) for known in TECHNIQUES if name_of(known) not in explained] == []
+
+
+@pytest.mark.parametrize("known", TECHNIQUES, ids=name_of)
+def test_a_technique_says_how_it_works_in_sentences(known):
+    assert ". " in known.how
+    assert known.how.endswith(".")
+
+
+@pytest.mark.parametrize("known", TECHNIQUES, ids=name_of)
+def test_the_code_of_a_technique_is_shown_from_its_line(known):
+    for shown in known.code():
+        source = source_of(shown)
+        line = (ROOT / source.path).read_text(encoding="utf-8").splitlines()[source.first - 1]
+        assert line.strip() == source.code.splitlines()[0].strip()
+
+
+@pytest.mark.parametrize("known", [known for known in TECHNIQUES if known.gain], ids=name_of)
+def test_a_gain_in_the_readme_is_between_variants_that_exist(known):
+    assert known.gain.adds in VARIANTS
+    assert known.gain.over in VARIANTS
+    assert find_technique(known.gain.adds) is known
+
+
+@pytest.mark.parametrize(
+    ("variant", "code"),
+    [
+        ("A3", "def compiled("),
+        ("P1", "class DDP("),
+        ("E-packed", "def deal("),
+        ("A1", "mean_loss = "),
+    ],
+)
+def test_a_notebook_shows_the_code_of_what_a_variant_changes(variant, code):
+    assert code in technique(variant)
+
+
+def test_a_notebook_links_to_the_line_of_the_code():
+    text = technique("A3")
+    path, line = re.search(r"\]\(\.\./(.+?)#L(\d+)\):\n\n```python\n", text).groups()
+    assert path == "qa_lib/train/compile.py"
+    assert (ROOT / path).read_text(encoding="utf-8").splitlines()[int(line) - 1] in text
