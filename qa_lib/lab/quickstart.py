@@ -1,7 +1,7 @@
-"""`python -m qa_lib quickstart`: a few variants of the ladder, trained on a CPU and offline.
+"""`python -m qa_lib quickstart`: the variants with the tag `quickstart`, trained on a CPU, offline.
 
-What came of them is printed on one screen. Everything that takes long is done in warm processes;
-this one never imports torch.
+Their results are printed on one screen. Everything that needs torch is done in warm processes
+(lab/launch/warm.py); this one never imports it.
 """
 
 import argparse
@@ -28,9 +28,11 @@ from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import tagged
 
 PRESET = "smoke"
-MICRO_BATCH = 32  # samples in a forward pass, for predicted memory and measured speed
-T4 = 75  # compute capability x 10
-NEXT = """\
+# Samples in a forward pass, for predicted memory: as many as the reference runs had, whose speeds
+# stand beside it.
+MICRO_BATCH = 32
+T4_CAPABILITY = 75  # compute capability x 10
+NEXT_COMMANDS = """\
 What to type next
   python -m qa_lib report                     these runs as a page, with a figure
   python -m qa_lib app                        ask this model, and others, in the browser
@@ -44,7 +46,7 @@ What to type next
 def main(args: argparse.Namespace) -> int:
     """Train what has not been trained yet, and print the summary, which is kept for the next time.
 
-    The exit code is 1 if a run fails.
+    Returns the exit code: 1 if a run fails, of which the sweep has told then.
     """
     variants = tagged("quickstart")
     summary = args.figures / "quickstart.txt"
@@ -57,11 +59,12 @@ def main(args: argparse.Namespace) -> int:
             entries = _train(specs, args.runs, machine, env)
             if any(entry["status"] not in ("ok", "skipped") for entry in entries):
                 return 1
+            # The last variant answers a question, and its notebook is the one to open.
             last_run = args.runs / specs[-1].run_path
             answer = pool.submit(_answer, last_run / "model").result()
             peaks = pool.submit(_peaks_on_a_t4, variants).result()
-        files = f"Open\n  {last_run / 'notebook.ipynb'}\n  {_figure()}"
-        sections = [_table(specs, entries, peaks), answer, files, NEXT]
+        files = f"Open\n  {last_run / 'notebook.ipynb'}\n  {_figure_path()}"
+        sections = [_table(specs, entries, peaks), answer, files, NEXT_COMMANDS]
         write_atomically(summary, "\n\n".join(sections))
     print(f"\n{summary.read_text(encoding='utf-8')}", end="")
     return 0
@@ -69,8 +72,9 @@ def main(args: argparse.Namespace) -> int:
 
 def _is_current(summary: Path, variants: list[str], runs: Path) -> bool:
     """Return whether a summary is there that is newer than the records of all of its runs."""
-    # A run's id is the same on every machine.
+    # A run's id is the same on every machine, so that any does here: to ask this one needs torch.
     specs = plan(variants, PRESET, machine=Machine())
+    # The folder above a run's names the hardware, which is not known either.
     records = [next(runs.glob(f"*/{spec.run_id}/record.json"), None) for spec in specs]
     if not summary.exists() or None in records:
         return False
@@ -78,50 +82,63 @@ def _is_current(summary: Path, variants: list[str], runs: Path) -> bool:
 
 
 def _train(specs: list[Spec], runs: Path, machine: Machine, env: dict) -> list[dict]:
-    """Sweep the specs, the longest first, so that no core is idle at the end; their records."""
+    """Sweep the specs, and return their records in the same order."""
     launcher = Launcher(runs, machine, env, command=notebook_command, warm=True)
+    # Later variants take longer on a CPU. They begin first, so that no core is idle at the end.
     longest_first = specs[::-1]
-    return sweep(longest_first, launcher)[::-1]
+    entries = sweep(longest_first, launcher)
+    return entries[::-1]
 
 
-def _figure() -> str:
-    """Return the path of a GPU's ladder, since a CPU's would rank variants the other way round."""
+def _figure_path() -> str:
+    """Return the path of the ladder's picture by the reference GPU.
+
+    One by a CPU would rank variants the other way round.
+    """
     return os.path.relpath(ROOT / "figures" / REFERENCE / "ladder.png")
 
 
 def _table(specs: list[Spec], entries: list[dict], peaks: dict[str, float]) -> str:
-    """Return what each run came to here, beside predictions for a T4 and speeds of another GPU.
+    """Return, as text, each run's results beside predictions for a T4 and a GPU's measured speeds.
 
     `peaks` are MiB, by variant.
     """
     variants = [spec.variant for spec in specs]
-    committed = load_runs(ROOT / "runs")
-    speeds = pd.DataFrame(columns=["samples_per_s", "ratio"])
-    gpu = "GPU"
-    if REFERENCE in set(committed["group"]):
-        of_reference = select(committed, REFERENCE)
-        speeds = timed(of_reference).set_index("variant")
-        if len(speeds):
-            gpu = of_reference["env.gpu"].iloc[0]
-    speeds = speeds.reindex(index=variants, columns=["samples_per_s", "ratio"])
-    table = pd.DataFrame({
+    gpu, speeds = _reference_speeds(variants)
+    columns = {
         "variant": variants,
         "F1": [points(entry["quality"]["f1"]) for entry in entries],
         "padding": [percent(entry["speed"]["pad_fraction"]) for entry in entries],
         "T4: peak GiB": [number(peaks[variant] / 1024) for variant in variants],
         f"{gpu}: samples/s": [number(speed) for speed in speeds["samples_per_s"]],
         "× A1": [factor(ratio) for ratio in speeds["ratio"]],
-    })  # fmt: skip
+    }
     explanation = (
         "F1 and padding: a tiny BERT on generated questions, trained here. "
         "Memory: BERT-base, as predicted\n"
         f"for a T4. Speed: BERT-base, as measured ({REFERENCE}). "
         f"Both with {MICRO_BATCH} samples in a forward pass."
     )
-    return f"{explanation}\n\n{terminal(table)}"
+    return f"{explanation}\n\n{terminal(pd.DataFrame(columns))}"
 
 
-# What imports torch, and so is done in a warm process.
+def _reference_speeds(variants: list[str]) -> tuple[str, pd.DataFrame]:
+    """Return the name of the reference GPU and the variants' speeds on it, by committed records.
+
+    Columns are samples_per_s and ratio (to A1), empty where nothing is committed.
+    """
+    gpu = "GPU"
+    speeds = pd.DataFrame()
+    committed = load_runs(ROOT / "runs")
+    if REFERENCE in set(committed["group"]):
+        reference = select(committed, REFERENCE)
+        speeds = timed(reference).set_index("variant")
+        if len(speeds):
+            gpu = reference["env.gpu"].iloc[0]
+    return gpu, speeds.reindex(index=variants, columns=["samples_per_s", "ratio"])
+
+
+# These import torch, and so are called in a warm process.
 
 
 def _probe() -> tuple[Machine, dict]:
@@ -136,17 +153,24 @@ def _peaks_on_a_t4(variants: list[str]) -> dict[str, float]:
     from qa_lib.lab.search.memory_estimate import estimate, gpu_of
     from qa_lib.lab.search.squad_lengths import SquadLengths
 
-    specs = plan(variants, "bench", data="synthetic:1", micro_batch=MICRO_BATCH, machine=gpu_of(T4))
+    specs = plan(
+        variants,
+        "bench",
+        data="synthetic:1",  # `lengths` stand for the data, and nothing has to be fetched
+        micro_batch=MICRO_BATCH,
+        machine=gpu_of(T4_CAPABILITY),
+    )
     lengths = SquadLengths(specs[0].preset.max_length, specs[0].preset.stride)
     return {spec.variant: estimate(spec, lengths)["peak_mib"] for spec in specs}
 
 
 def _answer(folder: Path) -> str:
-    """Return a question that the model of a folder is asked, and its answer, as lines of text."""
+    """Ask the model of a folder a question, and return this and its answer as lines of text."""
     from qa_lib.score.predict import ask
 
     examples = open_source("synthetic:200", "validation").examples
     answered = [example for example in examples if example.answers]
+    # The shortest context, for the whole summary to fit one screen.
     example = min(answered, key=lambda example: len(example.context))
     result = ask(folder, example.question, example.context)
     best = result["nbest"][0]

@@ -3,10 +3,12 @@
 A trace is the JSON of torch.profiler, which Perfetto opens as well. On a GPU the work is its
 kernels and copies, on a CPU the operators' own time. Reading one needs no torch.
 
-It also says what communication costs a step (variants of family P). A reduction that runs beside
-the backward pass costs nothing but the memory bandwidth it takes; what counts is the rest, the
-exposed part, in which a GPU runs nothing else. A GPU that waits for another one counts as
-communicating, since NCCL's kernels wait by spinning.
+It also says what communication costs a step of several GPUs (family P, `parallel`). A reduction
+that runs beside the backward pass costs nothing but the memory bandwidth that it takes. What counts
+is exposed communication: the time in which a GPU communicates and does nothing else. A GPU that
+waits for another one counts as communicating, since NCCL's kernels wait by spinning.
+
+lab/tools/profile.py reads whole traces with it; a run of several processes calls `overlap`.
 """
 
 import bisect
@@ -30,12 +32,14 @@ PARTS = (
     "optimizer",
     "copies",
 )
-OVERLAP_STEPS = 3  # steps that `overlap` profiles
+OVERLAP_STEPS = 3  # `overlap` profiles so many
+KERNELS_LISTED = 25  # in a summary, the heaviest first
+KERNEL_NAME_LENGTH = 160  # names of C++ templates run to thousands of characters
 
-# The begin of a range's name -> its label.
-STEP = {"ProfilerStep#": "step"}
-# Ranges of train/loop.py. What several processes do between backward pass and update counts as the
-# optimizer's.
+# What a range's name begins with -> the range's label.
+STEPS_OF_THE_PROFILER = {"ProfilerStep#": "step"}
+# Ranges of train/loop.py. "reduce" is what several processes do between backward pass and update;
+# like the update it comes once a step, and it counts as the optimizer's.
 _PHASES_OF_THE_LOOP = {name: name for name in PHASES} | {"reduce": "optimizer"}
 _PHASES_OF_PYTORCH = {
     "Optimizer.step": "optimizer",
@@ -45,14 +49,14 @@ _PHASES_OF_PYTORCH = {
 # Categories of events.
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 BY_HOST = {"cuda_runtime", "cuda_driver"}
-# Begins of the names of calls by the host that launch work.
+# What the names of the host's calls that launch work begin with.
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
 # Words in the names of operators and kernels.
 _GEMM_OPS = ("mm", "linear", "matmul", "dot")
 _GEMM_KERNELS = ("gemm", "nvjet", "splitkreduce", "cublas", "cutlass")
 _LOSS = ("nll_loss", "log_softmax", "cross_entropy")
 _ATTENTION = ("flash", "fmha", "attention", "softmax", "bmm")
-# Operators.
+# Whole names of operators.
 _LOOKUP = "aten::embedding"
 _COPIES = {
     "aten::copy_",
@@ -70,18 +74,18 @@ class Widths(NamedTuple):
 
     hidden: int  # of hidden states
     intermediate: int  # within feed-forward blocks
-    outputs: int  # of the head for each token: two logits of an answer, or one for each word
+    outputs: int  # logits of a token: 2 where answers are found, the vocabulary in language models
 
 
 class Work(NamedTuple):
-    """A kernel or a copy on the GPU, or on a CPU an operator without those that it calls."""
+    """A kernel or a copy on the GPU; on a CPU an operator, less the operators that it calls."""
 
     begin_us: float
     ms: float
     name: str
     caller: str  # the operator that launched it, or the runtime call that launched a CUDA graph
     sizes: list[tuple[int, ...]]  # shapes of the operator's inputs; none for a graph's work
-    launched_us: float
+    launched_us: float  # when the host launched it, which says its step and phase
 
 
 def export(profiler) -> bytes:
@@ -100,63 +104,74 @@ def read(packed: bytes) -> list[dict]:
 def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widths: Widths) -> str:
     """Return the part of the model that a piece of work belongs to, one of PARTS.
 
-    `kernel` is its name, `op` the operator that launched it and `sizes` the shapes of that
-    operator's inputs: matrix products are told apart by the model's `widths` alone, whichever
-    kernel ran them. A layer norm that the compiler fused with the lookups before it counts as
-    embeddings.
+    `kernel` is the name of the work, `op` that of the operator that launched it, and `sizes` are
+    the shapes of that operator's inputs. Matrix products are told apart by the model's `widths`
+    alone, whichever kernel ran them. A layer norm that the compiler fused with the lookups before
+    it counts as embeddings.
     """
-    name = kernel.lower()
-    caller = op.lower()
-    names = name + caller
+    kernel_name = kernel.lower()
+    op_name = op.lower()
+    both_names = kernel_name + op_name
     if phase == "optimizer":
         return "optimizer"
-    if name.startswith(("memcpy", "memset")):
+    if kernel_name.startswith(("memcpy", "memset")):
         return "copies"
-    if any(word in names for word in _LOSS):
+    if any(word in both_names for word in _LOSS):
         return "loss"
-    if any(word in names for word in _ATTENTION):
+    if any(word in both_names for word in _ATTENTION):
         return "attention"
-    if "embedding" in names:
+    if "embedding" in both_names:
         return "embeddings"
-    is_gemm_kernel = any(word in name for word in _GEMM_KERNELS)
-    is_gemm_op = any(word in caller.split("::")[-1] for word in _GEMM_OPS)
-    # What the compiler fused bears the names of GEMMs it follows.
-    is_fused = name.startswith("triton")
+    is_gemm_kernel = any(word in kernel_name for word in _GEMM_KERNELS)
+    is_gemm_op = any(word in op_name.split("::")[-1] for word in _GEMM_OPS)
+    # The compiler names an elementwise kernel after all that it fuses, GEMMs before it included.
+    is_fused = kernel_name.startswith("triton")
     if (is_gemm_kernel or is_gemm_op) and not is_fused:
-        dimensions = {size for shape in sizes for size in shape}
-        if widths.intermediate in dimensions:
-            return "feed-forward"
-        return "loss" if {widths.hidden, widths.outputs} <= dimensions else "attention"
-    return "copies" if op in _COPIES else "norms and elementwise"
+        return _part_of_gemm(sizes, widths)
+    if op in _COPIES:
+        return "copies"
+    return "norms and elementwise"
+
+
+def _part_of_gemm(sizes: list[tuple[int, ...]], widths: Widths) -> str:
+    """Return the part that a matrix product belongs to, by the shapes of its inputs."""
+    dimensions = {size for shape in sizes for size in shape}
+    if widths.intermediate in dimensions:
+        return "feed-forward"
+    if widths.hidden in dimensions and widths.outputs in dimensions:
+        return "loss"  # the head, which makes logits of hidden states
+    return "attention"  # its projections, from hidden states to hidden states
 
 
 def work(events: list[dict], widths: Widths) -> pd.DataFrame:
-    """Return a line for each piece of work of a trace, in order of time.
+    """Return a row for each piece of work of a trace, in order of time.
 
     Columns are step, start_ms (within the step), ms, name, phase and part. Steps are the profiler's
     own ranges, phases those in PHASES; work outside of steps is left out. What a CUDA graph
-    launches has no operator and no phase: its phase is "" and its part a guess by name; see
-    `label_like`.
+    launches has no operator and no phase: its phase is "" and its part a guess by name, which
+    `label_like` replaces.
     """
-    steps = _spans(events, STEP)
+    steps = _spans(events, STEPS_OF_THE_PROFILER)
     # The Trainer's loop has no ranges of ours, but PyTorch names its own.
     phases = _spans(events, _PHASES_OF_THE_LOOP) or _spans(events, _PHASES_OF_PYTORCH)
     ops = [e for e in events if e.get("ph") == "X" and e.get("cat") == "cpu_op"]
-    # Which operators a lookup calls in turn differs between versions of PyTorch.
     lookups = sorted((e["ts"], e["ts"] + e["dur"]) for e in ops if e["name"] == _LOOKUP)
-    pieces = _gpu_work(events, ops) if _on_gpu(events) else _cpu_work(ops)
+    pieces = _gpu_work(events, ops) if _has_gpu_work(events) else _cpu_work(ops)
     rows = []
     for piece in pieces:
-        step = _inside(steps, piece.launched_us)
+        step = _span_at(steps, piece.launched_us)
         if step is None:
             continue
-        phase_index = _inside(phases, piece.launched_us)
+        phase_index = _span_at(phases, piece.launched_us)
         if phase_index is not None:
             _, _, phase = phases[phase_index]
+        elif "GraphLaunch" in piece.caller:
+            phase = ""
         else:
-            phase = "" if "GraphLaunch" in piece.caller else "forward"
-        in_lookup = _inside(lookups, piece.launched_us) is not None
-        op = _LOOKUP if in_lookup else piece.caller
+            phase = "forward"  # PyTorch names no range of its own there
+        # Which operators a lookup calls in turn differs between versions of PyTorch.
+        is_in_lookup = _span_at(lookups, piece.launched_us) is not None
+        op = _LOOKUP if is_in_lookup else piece.caller
         part = part_of(piece.name, op, piece.sizes, phase, widths)
         rows.append((step, piece.begin_us / 1e3, piece.ms, piece.name, phase, part))
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
@@ -165,10 +180,10 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
 
 
 def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, float, str]]:
-    """Return (begin, end, label) of ranges and operators on the CPU, in order of time.
+    """Return (begin, end, label) of some ranges and operators on the CPU, in order of time.
 
-    `labels` has the begin of the names of those that are wanted, and the label for each. A range
-    has a copy on the GPU's side of the trace, which is left out.
+    `labels` says which: those whose name begins with one of its keys, and the label of each. A
+    range has a copy on the GPU's side of the trace, which is left out.
     """
     spans = []
     for e in events:
@@ -180,29 +195,33 @@ def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, floa
     return sorted(spans)
 
 
-def _inside(spans: list[tuple], moment: float) -> int | None:
-    """Return the index of the span that began last before a moment.
+def _span_at(spans: list[tuple], moment: float) -> int | None:
+    """Return the index of the span in which a moment is; None where it is in none.
 
-    Returns None where it has ended by then, and where none has begun.
+    `spans` are in order of time. Of several that have begun the last counts, even if it has ended.
     """
+    # A span that begins at this very moment has begun: infinity is later than any end.
     index = bisect.bisect_right(spans, (moment, float("inf"))) - 1
-    return index if index >= 0 and moment < spans[index][1] else None
+    if index < 0:
+        return None
+    end = spans[index][1]
+    return index if moment < end else None
 
 
-def _on_gpu(events: list[dict]) -> bool:
+def _has_gpu_work(events: list[dict]) -> bool:
     """Return whether a trace has work on a GPU."""
     return any(e.get("cat") == "kernel" for e in events)
 
 
 def _gpu_work(events: list[dict], ops: list[dict]) -> Iterator[Work]:
-    """Yield all work on the GPU, in order of time; `ops` are the operators among the events."""
+    """Yield the work on the GPU, in order of time; `ops` are the operators among the events."""
     calls = {e["args"]["correlation"]: e for e in events if e.get("cat") in BY_HOST and "args" in e}
     op_by_id = {e["args"]["External id"]: e for e in ops if "External id" in e.get("args", {})}
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     for e in sorted(on_gpu, key=lambda e: e["ts"]):
         call = calls.get(e["args"].get("correlation"))
         if call is None:
-            continue
+            continue  # its launch is not in the trace, and so its step is not known
         op = op_by_id.get(e["args"].get("External id"), {})
         is_graph = "GraphLaunch" in call["name"]
         yield Work(
@@ -216,10 +235,10 @@ def _gpu_work(events: list[dict], ops: list[dict]) -> Iterator[Work]:
 
 
 def _cpu_work(ops: list[dict]) -> Iterator[Work]:
-    """Yield each operator without the time of those that it calls."""
+    """Yield each operator, less the time of the operators that it calls."""
     ops = sorted(ops, key=lambda e: (e["ts"], -e["dur"]))
     own_us = [e["dur"] for e in ops]
-    # For each thread the operators that have begun and not ended, each called by the one before.
+    # Of each thread the operators that have begun and not ended; each has called the next.
     stacks: dict[int, list[int]] = {}
     for index, e in enumerate(ops):
         stack = stacks.setdefault(e["tid"], [])
@@ -231,7 +250,7 @@ def _cpu_work(ops: list[dict]) -> Iterator[Work]:
     for e, us in zip(ops, own_us, strict=True):
         yield Work(
             begin_us=e["ts"],
-            ms=max(0.0, us) / 1e3,
+            ms=max(0.0, us) / 1e3,  # one that seems to end after its caller leaves that less than 0
             name=e["name"],
             caller=e["name"],
             sizes=_sizes(e),
@@ -240,103 +259,111 @@ def _cpu_work(ops: list[dict]) -> Iterator[Work]:
 
 
 def _sizes(op: dict) -> list[tuple[int, ...]]:
-    """Return the shapes of an operator's inputs, without those that are no tensors."""
-    shapes = op.get("args", {}).get("Input Dims", [])
-    return [
-        tuple(shape) for shape in shapes if shape and all(isinstance(size, int) for size in shape)
-    ]
+    """Return the shapes of those of an operator's inputs that are tensors."""
+    sizes = []
+    for shape in op.get("args", {}).get("Input Dims", []):
+        # A number has an empty shape, a list of tensors a list of shapes.
+        if shape and all(isinstance(size, int) for size in shape):
+            sizes.append(tuple(shape))
+    return sizes
 
 
 def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
-    """Return the `replayed` work of a CUDA graph with phases and parts.
+    """Return the `replayed` work of a CUDA graph with the phases and parts of the `launched` work.
 
-    These are those of the same kernels `launched` one by one. The graph replays what was launched
-    in the same order, so that equal runs of names belong together; a kernel without a counterpart
-    takes the phase of the one before it.
+    Both are tables by `work`, of the same training with and without the graph. A graph replays its
+    kernels in the order in which they were launched, so that equal sequences of names belong
+    together. A kernel without a counterpart keeps its part, and takes the phase of the one before.
     """
+    # One step serves all, since the graph is the same in each.
     known = launched[launched["step"] == launched["step"].max()]
+    known_names = list(known["name"])
     replayed = replayed.assign(phase=None)
     columns = [replayed.columns.get_loc(name) for name in ("phase", "part")]
     labelled = []
     for _, step in replayed.groupby("step"):
         names = list(step["name"])
-        known_names = list(known["name"])
         matcher = difflib.SequenceMatcher(None, names, known_names, autojunk=False)
-        for at, known_at, size in matcher.get_matching_blocks():
-            step.iloc[at : at + size, columns] = known.iloc[known_at : known_at + size, columns]
+        for begin, known_begin, length in matcher.get_matching_blocks():
+            counterparts = known.iloc[known_begin : known_begin + length, columns]
+            step.iloc[begin : begin + length, columns] = counterparts
         labelled.append(step.assign(phase=step["phase"].ffill().fillna("forward")))
     return pd.concat(labelled) if labelled else replayed
 
 
-def summary(work: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
-    """Return means over the steps of a trace.
+def summary(table: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
+    """Return means over the steps of a trace, whose work is the `table`.
 
-    They are busy_ms, busy_share of `step_ms` (which was timed without a profiler),
-    launches_per_step (calls by the host, None on a CPU), kernels_per_step (None there, too), parts
-    {phase: {part: ms}} and the heaviest kernels.
+    `step_ms` is the length of a step that was timed without a profiler. The keys are
+
+    - step_ms, as it was given; busy_ms, and the share of step_ms that it is, busy_share;
+    - launches_per_step, calls by the host, and kernels_per_step, both None on a CPU;
+    - parts, {phase: {part: ms}} without parts that took no time;
+    - kernels, the heaviest ones.
     """
-    steps = max(1, work["step"].nunique())
-    gpu = _on_gpu(events)
-    parts = (work.groupby(["phase", "part"])["ms"].sum() / steps).to_dict()
+    steps = max(1, table["step"].nunique())
+    has_gpu_work = _has_gpu_work(events)
+    parts = (table.groupby(["phase", "part"])["ms"].sum() / steps).to_dict()
     kernels = (
-        work.groupby(["name", "phase", "part"])["ms"]
+        table.groupby(["name", "phase", "part"])["ms"]
         .agg(["sum", "count"])
         .sort_values("sum", ascending=False)
     )
-    spans = _spans(events, STEP)
+    spans = _spans(events, STEPS_OF_THE_PROFILER)
     calls = [e for e in events if e.get("cat") in BY_HOST and e["name"].startswith(_LAUNCHES)]
-    launches = sum(_inside(spans, e["ts"]) is not None for e in calls)
-    busy = float(work["ms"].sum() / steps)
+    launches = sum(_span_at(spans, e["ts"]) is not None for e in calls)
+    busy_ms = float(table["ms"].sum() / steps)
     parts_by_phase = {
         phase: {part: parts[phase, part] for part in PARTS if parts.get((phase, part))}
         for phase in PHASES
     }
     return {
         "step_ms": step_ms,
-        "busy_ms": busy,
-        "busy_share": min(1.0, busy / step_ms),
-        "launches_per_step": launches / steps if gpu else None,
-        "kernels_per_step": len(work) / steps if gpu else None,
+        "busy_ms": busy_ms,
+        "busy_share": min(1.0, busy_ms / step_ms),
+        "launches_per_step": launches / steps if has_gpu_work else None,
+        "kernels_per_step": len(table) / steps if has_gpu_work else None,
         "parts": parts_by_phase,
         "kernels": [
             {
-                "name": name[:160],
+                "name": name[:KERNEL_NAME_LENGTH],
                 "phase": phase,
                 "part": part,
                 "ms": total / steps,
                 "count": count / steps,
             }
-            for (name, phase, part), total, count in kernels.head(25).itertuples()
+            for (name, phase, part), total, count in kernels.head(KERNELS_LISTED).itertuples()
         ],
     }
 
 
 def overlap(step: Callable[[], object], device) -> dict[str, float | None]:
-    """Return the milliseconds of a step in which the GPU computes, or only communicates.
+    """Return the `busy_ms` and `exposed_ms` of a step; see busy_and_exposed.
 
-    They are `busy_ms` and `exposed_ms`, by the profiler; None on a CPU. `device` is a torch.device.
-    The processes call this together, with a `step` that they make together.
+    Both are None on a CPU. `device` is a torch.device. All processes of a run call this at the same
+    time, each with its part of the `step` that they make together.
     """
     import torch
     from torch.profiler import ProfilerActivity, profile, schedule
 
     if device.type != "cuda":
         return {"busy_ms": None, "exposed_ms": None}
-    # In the warm-up the processes wait for each other's profiler.
+    # A profiler takes long to start: in the warm-up the processes wait for each other's.
     steps = schedule(wait=0, warmup=1, active=OVERLAP_STEPS, repeat=1)
     with profile(activities=[ProfilerActivity.CUDA], schedule=steps) as profiler:
         for _ in range(1 + OVERLAP_STEPS):
             step()
             torch.cuda.synchronize()
             profiler.step()
-    busy, exposed = busy_and_exposed(read(export(profiler)))
-    return {"busy_ms": busy / OVERLAP_STEPS, "exposed_ms": exposed / OVERLAP_STEPS}
+    busy_ms, exposed_ms = busy_and_exposed(read(export(profiler)))
+    return {"busy_ms": busy_ms / OVERLAP_STEPS, "exposed_ms": exposed_ms / OVERLAP_STEPS}
 
 
 def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
-    """Return the milliseconds of a trace in which the GPU computes or copies, and its exposed ones.
+    """Return a trace's busy and its exposed milliseconds.
 
-    Exposed are those in which only work runs that communicates.
+    The GPU is busy while it computes or copies. Communication is exposed while the GPU does nothing
+    else.
     """
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
     busy_us = _covered([e for e in on_gpu if not e["name"].lower().startswith("nccl")])
@@ -344,7 +371,7 @@ def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
 
 
 def _covered(events: list[dict]) -> float:
-    """Return the microseconds in which at least one of some events ran."""
+    """Return the microseconds in which at least one of the events ran."""
     covered = 0.0
     last_end = 0.0
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):

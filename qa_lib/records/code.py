@@ -7,17 +7,17 @@ from pathlib import Path
 
 from qa_lib.records.files import RecordError
 
-# A line of a notebook that `make links` writes: the address to clone from, or a link to Colab or
-# GitHub.
+# Matches a line of a notebook that `make links` writes: the address to clone from, or a link to
+# Colab or GitHub.
 LINK = r"(git clone .*|\]\()https://([a-z.]+/)?github"
 
 
 def code_version() -> dict:
-    """Return the `commit` and `dirty` of the checkout that this package lies in.
+    """Return the `commit` of the checkout that this package is in, and whether it is `dirty`.
 
-    Where $QA_LIB_COMMIT names a commit it is that one: for code that was copied without its
-    history, or onto an older one. Both are None where git does not tell. Raises RecordError for a
-    name that is no hash.
+    Both are None where git does not tell. $QA_LIB_COMMIT, where it is set, gives the commit: for
+    code that was copied without its history, or into a checkout of an older commit. Whether that
+    code was changed is then not known. Raises RecordError for a commit that is no whole hash.
     """
     named = os.environ.get("QA_LIB_COMMIT")
     if named:
@@ -39,14 +39,16 @@ def _is_code_changed() -> bool:
     makes a checkout dirty.
     """
     package = _git("status", "--porcelain", "--", ":/qa_lib", ":/requirements.txt")
-    but_links = ("--no-ext-diff", "--ignore-matching-lines", LINK)
-    notebooks = _git("diff", *but_links, "HEAD", "--", ":/notebooks")
+    # A program of the user's own that shows differences would not leave the links out.
+    ignoring_links = ("--no-ext-diff", "--ignore-matching-lines", LINK)
+    notebooks = _git("diff", *ignoring_links, "HEAD", "--", ":/notebooks")
+    # `git diff` does not show files that are not tracked.
     new_notebooks = _git("ls-files", "--others", "--exclude-standard", ":/notebooks")
     return any((package, notebooks, new_notebooks))
 
 
-def _git(*words: str) -> str:
-    """Return what a command of git prints about the checkout; raises OSError, SubprocessError."""
-    command = ["git", "-C", str(Path(__file__).parent), *words]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
-    return done.stdout.strip()
+def _git(*arguments: str) -> str:
+    """Return what git prints about the checkout. Raises OSError and SubprocessError."""
+    command = ["git", "-C", str(Path(__file__).parent), *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20)
+    return process.stdout.strip()

@@ -1,12 +1,16 @@
-"""GPT-2s of one's own size, which are written as names. Standard library only."""
+"""GPT-2 models of any size with random weights, whose sizes are in the model's name.
+
+`--model gpt2:L12H768` asks for one. Standard library only.
+"""
 
 import re
 from dataclasses import dataclass
 
 from qa_lib.errors import SpecError
 
-HEAD_WIDTH = 64
+HEAD_WIDTH = 64  # as in GPT-2 itself
 BYTE_TOKENS = 256  # tokens of a byte-level vocabulary before it merges any
+# Nine digits are more than any size that fits into memory, and few enough to be read as a number.
 PATTERN = re.compile(
     r"gpt2:L(?P<layers>\d{1,9})H(?P<hidden>\d{1,9})"
     r"(V(?P<vocabulary>\d{1,9}))?(P(?P<positions>\d{1,9}))?",
@@ -16,15 +20,14 @@ PATTERN = re.compile(
 
 @dataclass(frozen=True)
 class Shape:
-    """A GPT-2 of one's own size, with random weights.
+    """The sizes of a GPT-2.
 
-    Heads are 64 wide, as in GPT-2 itself, whose small model is 'gpt2:L12H768' and whose vocabulary
-    and positions are the defaults.
+    The small one that was published is 'gpt2:L12H768'. Defaults are what all published ones have.
     """
 
     layers: int
-    hidden: int
-    vocabulary: int = 50_257
+    hidden: int  # width of hidden states
+    vocabulary: int = 50_257  # tokens
     positions: int = 1024
 
     @property
@@ -34,20 +37,22 @@ class Shape:
     @property
     def is_possible(self) -> bool:
         """Whether there can be such a model."""
-        has_parts = self.layers > 0 and self.hidden > 0 and self.positions > 0
-        return has_parts and self.hidden % HEAD_WIDTH == 0 and self.vocabulary > BYTE_TOKENS
+        if min(self.layers, self.hidden, self.positions) < 1:
+            return False
+        return self.hidden % HEAD_WIDTH == 0 and self.vocabulary > BYTE_TOKENS
 
 
 def find_shape(model: str) -> Shape | None:
-    """Return the shape that a model's name gives; None for a name that gives none.
+    """Return the shape that a model's name states; None for the name of any other model.
 
-    A name is like 'gpt2:L12H768' or 'gpt2:L2H64V512P128': layers, hidden width, tokens of the
-    vocabulary, positions. Raises SpecError for a shape that cannot be.
+    A name that states one is like 'gpt2:L12H768' or 'gpt2:L2H64V512P128': layers, hidden width,
+    tokens of the vocabulary, positions. Raises SpecError for a shape that cannot be.
     """
     if not model.startswith("gpt2:"):
         return None
     match = PATTERN.fullmatch(model)
     if match:
+        # What is left out has no digits, and keeps its default.
         sizes = {name: int(digits) for name, digits in match.groupdict().items() if digits}
         shape = Shape(**sizes)
         if shape.is_possible:
@@ -60,11 +65,15 @@ def find_shape(model: str) -> Shape | None:
 
 
 def check_positions(model: str, max_length: int) -> None:
-    """Raise SpecError where `model` names a shape with fewer positions than `max_length` tokens."""
+    """Raise SpecError where `model` states a shape with fewer positions than `max_length`.
+
+    Names of other models pass.
+    """
     shape = find_shape(model)
     if shape is None or max_length <= shape.positions:
         return
-    longer = re.sub(r"(P\d+)?$", f"P{max_length}", model, count=1)
+    without_positions = re.sub(r"P\d+$", "", model)
+    longer = f"{without_positions}P{max_length}"
     raise SpecError(
         f"{model} has positions for {shape.positions} tokens and not for {max_length}: give "
         f"--model {longer}, to all runs that are compared"

@@ -1,8 +1,8 @@
-"""Runs in processes of their own: started on their cards, ended with all below them, and judged.
+"""Runs in processes of their own: started on their cards, ended with their children, and judged.
 
-This is the one scheduler of `sweep`, `tune` and `max-batch` alike, here and on Slurm (slurm.py).
-Each run that may go on at a time has a thread. It takes the run's cards, starts the process, waits
-for its end and judges it by its record (judge.py).
+`sweep`, `tune` and `max-batch` have this one scheduler, on this machine and on Slurm (slurm.py).
+Each run that is at work has a thread here, which starts the run's process on its cards, waits for
+its end and judges it by its record (judge.py).
 
 This module never imports torch: a driver must hold no GPU.
 """
@@ -30,14 +30,14 @@ from qa_lib.spec.machine import Machine
 from qa_lib.spec.spec import Spec
 
 POLL_S = 0.2
-# Seconds that each of the first steps of a recommended run may take, with all that is compiled.
+# Seconds that each of the first steps of a recommended run may take, compiling included.
 FIRST_STEP_S = 1800
-# A file in a run's folder, held by the run's driver from before its process starts to the end.
+# A file in a run's folder that the run's driver holds from before its process starts to the end.
 DRIVER_LOCK = ".driver.lock"
 MOST_ON_CPU = 8  # runs at a time on a CPU
 
-Ended = Callable[[Spec, dict], None]  # is called with a run that has ended, and its record
-Look = Callable[[], None]  # is called every POLL_S seconds
+Ended = Callable[[Spec, dict], None]  # is called when a run has ended, with its spec and record
+Look = Callable[[], None]  # is called every POLL_S seconds, such as to show how far runs are
 
 
 def ignore_end(spec: Spec, entry: dict) -> None:
@@ -49,7 +49,7 @@ def ignore_look() -> None:
 
 
 def say_idle(machine: Machine, gpus: list[int] | None) -> None:
-    """Print how to use all GPUs, where some stay idle that nobody has spoken of."""
+    """Print how to use all GPUs, where there are several and `gpus` (--gpus) names none."""
     if machine.gpus > 1 and not gpus:
         cards = " ".join(map(str, range(machine.gpus)))
         print(
@@ -69,13 +69,14 @@ class Launcher:
 
     # The runs folder.
     runs: Path
-    # What the runs are on: the machine, and the `env` of records of runs that never began.
+    # The machine that runs are on.
     machine: Machine
+    # That machine's environment, for records of runs that never began; the others note their own.
     env: dict
-    # The numbers of the cards that may be used; a card may be named more than once.
+    # The numbers of the cards that may be used. A card that is named twice has two runs at a time.
     gpus: list[int] | None = None
     share: bool = False
-    # Whether finished records are dropped first.
+    # Whether runs that are finished run again, in emptied folders.
     force: bool = False
     # (spec, runs) -> the command of a run.
     command: Callable[[Spec, Path], list[str]] = train_command
@@ -83,7 +84,7 @@ class Launcher:
     time_limit_s: float | None = None
     # Whether processes begin with PyTorch imported (warm.py).
     warm: bool = False
-    # Whether runs print here; log.txt has their errors then.
+    # Whether runs print to this process's output; log.txt then has what they write to stderr alone.
     aloud: bool = False
 
     # The runs whose processes are at work.
@@ -91,7 +92,7 @@ class Launcher:
     # Set once the driver is stopped, and why it was.
     stopped: threading.Event = field(default_factory=threading.Event)
     why: str = ""
-    # By run_path: records of runs that could not begin, which nobody wrote.
+    # By run_path: records of runs that could not begin, which are in no file.
     refused: dict[Path, dict] = field(default_factory=dict)
 
     # Statuses in which a run's time limit does not count.
@@ -108,11 +109,12 @@ class Launcher:
         One whose record cannot be read may not: `run_all` says why.
         """
         try:
-            return self._is_finished(spec)
+            return self._has_result(spec)
         except RecordError:
             return False
 
-    def _is_finished(self, spec: Spec) -> bool:
+    def _has_result(self, spec: Spec) -> bool:
+        """Return whether this run has a result that stands. Raises RecordError."""
         return not self.force and is_finished(self.runs, spec)
 
     def entry_of(self, spec: Spec) -> dict:
@@ -132,9 +134,9 @@ class Launcher:
     ) -> list[dict]:
         """Run what is not finished and return every spec's record, in order.
 
-        Each gets as many cards as it takes, in order: one of many cards waits for them, and those
-        after it with it. A signal, and any other error here, ends the runs at work, keeps the
-        finished ones, and is raised on.
+        Runs begin in order. One that takes more cards than are free waits for them, and so do those
+        after it. A signal, and any other error here, ends the runs at work, keeps the finished
+        ones, and is raised again.
         """
         free = self._cards(specs)
         waiting = deque(specs)
@@ -155,7 +157,7 @@ class Launcher:
                     free += cards
                     entry = future.result()
                     if entry is None:
-                        waiting.append(spec)  # another process works on it: look again later
+                        waiting.append(spec)  # another driver works on it: try again later
                     else:
                         entries[spec.run_path] = entry
                         ended(spec, entry)
@@ -169,10 +171,10 @@ class Launcher:
         return [entries[spec.run_path] for spec in specs]
 
     def _cards(self, specs: list[Spec]) -> list[int | None]:
-        """Return what there is for runs to take.
+        """Return the places in which runs may be at work.
 
-        These are the cards that were named; or, for each run that may be at work at a time, a None,
-        with which it sees all cards. Raises UserError where a run takes more cards than are named.
+        Each is a card that was named. Where none was, each is None, and its run sees all cards.
+        Raises UserError where a run takes more cards than are named.
         """
         if not self.gpus:
             return [None] * side_by_side(specs)
@@ -185,7 +187,10 @@ class Launcher:
     # One run, in a thread of its own.
 
     def _run(self, spec: Spec, cards: tuple[int, ...]) -> dict | None:
-        """Return the record of a run, from its claim on; None while another process works on it."""
+        """Do all there is to do for a run, and return its record.
+
+        Returns None while another process works on it.
+        """
         run_dir = self.runs / spec.run_path
         is_prepared = False
         try:
@@ -193,7 +198,7 @@ class Launcher:
                 entry = self._prepare(spec, run_dir)
                 is_prepared = True
                 entry = entry or self._work(spec, run_dir, cards)
-                # Kernels that start together can race for a port: once more.
+                # Jupyter kernels that start together can race for a port: try once more.
                 if entry["error"]["kind"] == NEVER_BEGAN:
                     entry = self._prepare(spec, run_dir) or self._work(spec, run_dir, cards)
                 return entry
@@ -208,9 +213,12 @@ class Launcher:
             return self._lose(spec, run_dir, problem)
 
     def _prepare(self, spec: Spec, run_dir: Path) -> dict | None:
-        """Return the record where there is nothing to do; else None, with the folder made ready."""
+        """Make a run's folder ready for its process, and return None.
+
+        Returns the record where the run needs no process.
+        """
         with record.lock(run_dir):
-            if self._is_finished(spec):  # another driver may have just done it
+            if self._has_result(spec):  # another driver may have just done it
                 return record.read_record(run_dir)
             if self.force:
                 empty_folder(run_dir)
@@ -224,7 +232,7 @@ class Launcher:
             return None
 
     def _work(self, spec: Spec, run_dir: Path, cards: tuple[int, ...]) -> dict:
-        """Return the record of a run that has its process now.
+        """Have a process do a run, and return the run's record.
 
         Raises RunTaken if another process works on it.
         """
@@ -240,32 +248,35 @@ class Launcher:
             self.active.remove(spec)
             self._end(process, run_dir)
         seconds = time.monotonic() - begin
+        # A driver that was not stopped ends a process only for the time that it takes.
         over_limit = reason is not None and not self.stopped.is_set()
         with record.lock(run_dir):
             return judge(spec, run_dir, reason, process.returncode, seconds, over_limit)
 
     def _shares(self, cards: tuple[int, ...]) -> bool:
-        """Return whether other runs of ours train on one of these cards at the same time."""
+        """Return whether other runs of this launcher train on one of these cards at once."""
         return self.share and any(self.gpus.count(card) > 1 for card in cards)
 
     def _start(
         self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO
     ) -> subprocess.Popen | Forked:
-        """Start a run's process, which ends with this driver."""
-        env |= {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
+        """Start a run's process, which ends with this driver (driver.py)."""
+        env = env | {DRIVER: str((run_dir / DRIVER_LOCK).absolute())}
         command = self.command(spec, self.runs)
         if self.warm:
             return fork(command, env, log.name)
-        return subprocess.Popen(command, env=env, stdout=None if self.aloud else log, stderr=log)
+        stdout = None if self.aloud else log
+        return subprocess.Popen(command, env=env, stdout=stdout, stderr=log)
 
     def _watch(
         self, process: subprocess.Popen | Forked, spec: Spec, since: float = 0.0
     ) -> str | None:
-        """Wait until a process has ended, and return None, or must be ended, and return the reason.
+        """Wait for the end of a process, and return None.
 
-        The process began at the time `since`. What a run waits for the GPU, while others train on
-        it, is no part of its time. Each of the first steps of a recommended run has a limit of its
-        own, since a compiler can hang there.
+        Returns the reason as soon as there is one to end it. The process began at the time `since`
+        (s since 1970). The time in which a run waits for the GPU, while others train on it, does
+        not count. Each of the first steps of a recommended run has a limit of its own, since a
+        compiler can hang there.
         """
         first_steps = FirstSteps(self.runs / spec.run_path, since) if spec.recommended else None
         limit_s = self.limit_of(spec)
@@ -285,13 +296,13 @@ class Launcher:
         return None
 
     def _end(self, process: subprocess.Popen | Forked, run_dir: Path) -> None:
-        """See that nothing of a run is at work any more."""
+        """End what is still at work of a run."""
         kill(process)
 
-    # Runs that have no record of their own.
+    # Runs whose own record cannot be had.
 
     def _refuse(self, spec: Spec, problem: RecordError) -> dict:
-        """Return a record that says why a run cannot begin, such as for one that cannot be read.
+        """Return a record that says why a run cannot begin.
 
         It is not written: what is in the folder may be a newer version's, or a link to somebody
         else's.
@@ -302,35 +313,39 @@ class Launcher:
         return entry
 
     def _lose(self, spec: Spec, run_dir: Path, problem: Exception) -> dict:
-        """Write a record for a run whose own was removed or spoilt while it ran, and return it.
+        """Finish and return the record of a run that lost its record or its process.
 
-        One that had no process, since the server of warm ones was gone, is ended here, too. Raises
-        any other `problem` again, so that no whole record is written over.
+        Its record was removed or spoilt while it ran; or it had no process, since the server of
+        warm ones was gone. Raises any other `problem` again, so that no whole record is written
+        over.
         """
         try:
             entry = record.read_record(run_dir)
         except RecordError:
             if self.stopped.is_set():
                 raise problem from None
+            entry = record.new_record(spec, self.env)
             message = f"its record was removed or spoilt while it ran ({problem})"
             error = {"kind": "RecordLost", "message": message}
-            return record.finish(run_dir, record.new_record(spec, self.env), "killed", error)
+            return record.finish(run_dir, entry, "killed", error)
         had_no_process = isinstance(problem, EOFError | ConnectionError)
-        if entry["status"] != record.STARTING or not had_no_process:
-            raise problem
-        error = {"kind": "killed", "message": self.why or "it had no process"}
-        return record.finish(run_dir, entry, "killed", error)
+        if entry["status"] == record.STARTING and had_no_process:
+            error = {"kind": "killed", "message": self.why or "it had no process"}
+            return record.finish(run_dir, entry, "killed", error)
+        raise problem
 
 
 def take_cards(free: list[int | None], world: int) -> list[int | None]:
-    """Take out of what is free what a run of so many processes needs, and return it.
+    """Take from the `free` places those that a run of `world` processes needs, and return them.
 
-    That is as many different cards, or one None; nothing where there are too few.
+    They are as many different cards, or one None (see Launcher._cards). Where there are too few,
+    none are taken, and the result is empty.
     """
     if None in free:
         cards = [None]
     else:
-        cards = list(dict.fromkeys(free))[:world]
+        different = list(dict.fromkeys(free))
+        cards = different[:world]
         if len(cards) < world:
             return []
     for card in cards:
@@ -339,9 +354,10 @@ def take_cards(free: list[int | None], world: int) -> list[int | None]:
 
 
 def side_by_side(specs: list[Spec]) -> int:
-    """Return how many runs go on at a time.
+    """Return how many runs are at work at a time where no cards are named.
 
-    It is one, but on a CPU as many as the cores allow where each run takes few of them.
+    On a GPU it is one. On a CPU it is as many as its cores allow, where every preset limits the
+    threads of its runs, and else one.
     """
     on_cpu = [spec for spec in specs if spec.hardware == "cpu"]
     if not on_cpu or not all(spec.preset.threads for spec in on_cpu):
