@@ -18,13 +18,11 @@ from qa_lib.run.fit import find_engine, limits
 from qa_lib.run.recording import out_of_memory
 from qa_lib.run.surroundings import Surroundings
 from qa_lib.run.tasks import WORKFLOWS
-from qa_lib.spec import variants
 from qa_lib.spec.settings import choices
+from qa_lib.spec.tasks import TASKS
 from qa_lib.train.step_log import StepFailed
 from tests.material import end_of, python, refused
 from tests.tiny import CPU, checkpoint, losses_of, planned, quiet
-
-CARD_OF_NOTHING = {"card": variants.TASKS["qa"]["card"] | {"metrics": {}}}
 
 
 def short(variant="A1", settings=None, micro_batch=None, **sizes):
@@ -44,7 +42,8 @@ def scored(monkeypatch, quality):
     }
     workflow = dataclasses.replace(WORKFLOWS["qa"], evaluate=lambda *_: quality)
     monkeypatch.setitem(record.SCORING, "toy", task)
-    monkeypatch.setitem(variants.TASKS, "toy", CARD_OF_NOTHING)
+    card = dataclasses.replace(TASKS["qa"].card, metrics={})
+    monkeypatch.setitem(TASKS, "toy", dataclasses.replace(TASKS["qa"], name="toy", card=card))
     monkeypatch.setitem(build.HEADS, "toy", build.HEADS["qa"])
     monkeypatch.setitem(WORKFLOWS, "toy", workflow)
     return short(task="toy", quality=True)

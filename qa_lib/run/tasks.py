@@ -2,7 +2,7 @@
 
 Facts of a task (its scores, its families of variants, words for a model's card) are in qa_lib.spec.
 Another task takes an entry in WORKFLOWS; its facts there; the models that it trains, in
-`architectures.OF_TASK`; transformers' class of them, in `build.HEADS`; and a preset that names it.
+`architectures.KNOWN_FOR`; transformers' class of them, in `build.HEADS`; and a preset that names it.
 
 PyTorch is imported when a function that needs it is called: planning a run does without.
 """

@@ -60,7 +60,7 @@ class Preset:
     """Tokens that neighbouring samples of a paragraph share."""
     max_answer_length: int | None = ANSWER_TOKENS
     """Tokens of an answer, at most; None: as many as the training answers need
-    (`answer_limit` in data/windows.py)."""
+    (`answer_limit` in data/labels.py)."""
     effective_batch: int | None = 32
     """Samples per optimizer step; None: one micro-batch, however large."""
     batch_tokens: int | None = None
