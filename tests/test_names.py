@@ -5,8 +5,7 @@ word in backticks must therefore be one of these:
 
 - a name or a word of a string in the code of the same module: a parameter, a column, a message;
 - what another module of the package defines: a module, function, class, method, field, constant;
-- a value that a setting may have, a string of one word in the package's modules about specs, or
-  such a cell of its tables;
+- a value that a setting may have, a string of one word in the package's modules about specs and records;
 - a file or a folder of the repository, a target of its Makefile, or a package that it needs;
 - a name of Python, PyTorch or transformers, or a command of the shell.
 
@@ -15,7 +14,6 @@ A name with `*` beside it stands for all names that begin or end so.
 
 import ast
 import builtins
-import csv
 import io
 import keyword
 import re
@@ -40,6 +38,8 @@ IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 WORD = re.compile(r"\w+(?:-\w+)*")
 FILE_NAME = re.compile(r"[\w.-]*\.\w+")
 NO_NAME = re.compile(r"\d+|[a-z]")  # a number, or a short option such as -m
+# In a command, words in capitals stand for what is to be typed: `python -m qa_lib VERB`.
+PLACEHOLDERS = re.compile(r"(?<= )[A-Z]+\b")
 
 COMMANDS = {"flock", "make", "nohup", "python", "sbatch", "sha256sum", "srun"}
 # Words that exist outside of all this, and where.
@@ -53,8 +53,12 @@ ELSEWHERE = {
     "hf": "the command line of the Hugging Face hub",
     "In": "the cells that IPython has run",
     "login": "hf auth login, a command of the Hugging Face hub",
+    "L12H768": "the shape of GPT-2 small, in the name of a model",
+    "model_type": "a value of a transformers configuration",
     "model-index": "the results in a model card of the Hugging Face hub",
+    "nargs": "an argument of argparse",
     "nnodes": "an option of torchrun",
+    "target_modules": "an argument of peft's LoraConfig",
     "save_pretrained": "a method of transformers' models",
     "vram": "a preset",
     "workspace": "a column of profiles, whose name ends in _mib",
@@ -148,13 +152,9 @@ def names_of_the_package() -> frozenset[str]:
     settings = get_type_hints(Spec)["settings"]
     for hint in get_type_hints(settings).values():
         names |= with_parts([str(value) for value in get_args(hint)])
-    for path in (PACKAGE / "spec").glob("*.py"):
+    for path in [*(PACKAGE / "spec").glob("*.py"), *(PACKAGE / "records").glob("*.py")]:
         strings = [node.value for node in strings_of(tree_of(path))]
         names |= {string for string in strings if WORD.fullmatch(string)}
-    for path in PACKAGE.rglob("*.csv"):
-        with path.open(encoding="utf-8", newline="") as stream:
-            cells = [cell for row in csv.reader(stream) for cell in row]
-        names |= {cell for cell in cells if WORD.fullmatch(cell)}
     return frozenset(names)
 
 
@@ -189,7 +189,8 @@ def unknown_in(path: Path) -> list[str]:
     known |= COMMANDS | ELSEWHERE.keys()
     unknown = []
     for line, quoted in quoted_in(path):
-        for word in WORD.findall(quoted):
+        text = PLACEHOLDERS.sub("", quoted) if quoted.startswith("python -m ") else quoted
+        for word in WORD.findall(text):
             if f"{word}*" in quoted:
                 exists = any(name.startswith(word) for name in known)
             elif f"*{word}" in quoted:

@@ -276,7 +276,7 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # Pointers are those of contiguous tensors: `qkv` and its gradient [tokens, 3, HEADS, WIDTH], query,
 # key and value beside each other; `output` and its gradient [tokens, HEADS, WIDTH]; `logsumexp` and
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
-# WIDTH]. A name that ends in `_at` is a pointer to the elements of a block.
+# WIDTH]. A name that ends in _at is a pointer to the elements of a block.
 #
 # PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 # 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are

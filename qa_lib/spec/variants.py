@@ -20,8 +20,10 @@ Tag = Literal["ladder", "trainer", "plain", "headline", "default", "quickstart"]
 class Variant:
     """A row of every comparison: settings that differ from the parent's by one.
 
-    The change is given by the setting's own name: `Variant("A2", parent="A1", attention="sdpa",
-    why="...")`. Raises SpecError for a tag that does not exist; `settings` raise it for a setting.
+    The change is given by the setting's own name, as in
+    `Variant("A2", parent="A1", attention="sdpa", why="...")`.
+
+    Raises SpecError for a tag, a setting or a value that does not exist.
     """
 
     name: str

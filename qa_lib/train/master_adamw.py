@@ -391,7 +391,7 @@ def _update_by_kernel(
 
 # The kernels. One call does many tensors. They come as tuples of COUNT pointers, of one kind each,
 # and a program takes BLOCK elements of one of the tensors, the programs of the first before those
-# of the second. All are contiguous. A name that ends in `_at` is a pointer to the elements of a
+# of the second. All are contiguous. A name that ends in _at is a pointer to the elements of a
 # program.
 
 
