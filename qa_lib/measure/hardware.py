@@ -24,14 +24,14 @@ from qa_lib.packages import adapters_fault, is_torchao_usable, version_of
 from qa_lib.records.files import open_to_write
 from qa_lib.spec.machine import AMPERE, VOLTA, Machine, hardware_name
 
-REPEATS = 10  # how often what is timed is done in a row
+REPEATS = 10  # calls in a row that are timed together
 
 
 def train_device() -> torch.device:
     """Return the device that this process trains on.
 
-    It is the first visible GPU, or where several processes train together the one of this process;
-    the CPU where there is no GPU.
+    It is the first visible GPU, or this process's own if several processes train together. Without
+    a GPU it is the CPU.
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -48,8 +48,8 @@ def limit_memory(gib: float) -> None:
 
 
 def restrict_sdpa(sm: int) -> None:
-    """Leave PyTorch's attention in this process the kernels that a GPU of capability `sm` has."""
-    if sm < AMPERE:  # FlashAttention and cuDNN's attention need it
+    """Let PyTorch's attention in this process use only kernels that a GPU of that `sm` has."""
+    if sm < AMPERE:  # FlashAttention and cuDNN's attention need Ampere or newer
         torch.backends.cuda.enable_flash_sdp(False)
         torch.backends.cuda.enable_cudnn_sdp(False)
 
@@ -58,10 +58,10 @@ def restrict_sdpa(sm: int) -> None:
 def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], None] = lambda: None):
     """Hold the GPU, and yield the seconds waited for it.
 
-    One run at a time trains on it, while others prepare, so that none is timed beside another; or
-    any number of `shared` ones, which are not timed. The first of several processes holds the GPUs
-    of all of them. `waits` is called before it waits for others, if it must. On a CPU nobody waits:
-    its runs have threads of their own.
+    One run at a time holds it, so that none is timed while another trains; or any number of runs
+    that are `shared`, which are not timed. If several processes train together, the first one calls
+    this for the GPUs of all. `waits` is called before each wait for another holder. On a CPU nobody
+    waits, since each run has threads of its own.
     """
     begin = time.perf_counter()
     if device.type != "cuda":
@@ -71,7 +71,8 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
     uuids = [str(torch.cuda.get_device_properties(card).uuid) for card in cards]
     kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
     with contextlib.ExitStack() as held:
-        # In one order for all runs: two that each hold what the other wants would wait for ever.
+        # All runs lock in the same order: two that each hold what the other wants would wait for
+        # ever.
         for uuid in sorted(uuids):
             path = Path(tempfile.gettempdir(), f"qa_lib-{os.getuid()}-{uuid}.lock")
             stream = held.enter_context(open_to_write(path, "a"))
@@ -85,11 +86,11 @@ def gpu_lock(device: torch.device, shared: bool = False, waits: Callable[[], Non
 
 def this_machine() -> Machine:
     """Return what decides which variants can run here."""
-    installed = {
+    packages = {
         package: version_of(package) is not None
         for package in ("bitsandbytes", "deepspeed", "peft")
     }
-    installed |= {"torchao": is_torchao_usable(), "adapters_fault": adapters_fault()}
+    packages |= {"torchao": is_torchao_usable(), "adapters_fault": adapters_fault()}
     if not torch.cuda.is_available():
         compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
         has_cpp_compiler = any(shutil.which(name) for name in compilers)
@@ -98,7 +99,7 @@ def this_machine() -> Machine:
             gpus=0,
             sm=0,
             free_mib=0,
-            **installed,
+            **packages,
             compiler=has_cpp_compiler,
         )
     major, minor = torch.cuda.get_device_capability()
@@ -109,13 +110,13 @@ def this_machine() -> Machine:
         sm=sm,
         free_mib=_free_mib(),
         total_mib=int(torch.cuda.get_device_properties(0).total_memory / MIB),
-        **installed,
-        compiler=version_of("triton") is not None and sm >= VOLTA,
+        **packages,
+        compiler=version_of("triton") is not None and sm >= VOLTA,  # Inductor's oldest
     )
 
 
 def _free_mib() -> int:
-    """Return the MiB of the first GPU's memory that nobody holds; all where NVML does not say."""
+    """Return the MiB of the first GPU's memory that are free; all of them if NVML does not say."""
     free_bytes = nvml.free_bytes(torch.device("cuda", 0))
     if free_bytes is not None:
         return int(free_bytes / MIB)
@@ -123,13 +124,13 @@ def _free_mib() -> int:
 
 
 def libraries() -> dict[str, str | None]:
-    """Return the versions of Python and of the packages that a training's numbers depend on."""
+    """Return the versions of Python and of the packages that the numbers of a run depend on."""
     packages = ("torch", "transformers", "peft", "bitsandbytes", "deepspeed", "torchao")
     return {"python": platform.python_version(), **{name: version_of(name) for name in packages}}
 
 
 def environment() -> dict:
-    """Return the record's `env`: versions and hardware, with None where there is no GPU."""
+    """Return the record's `env`: versions and hardware, with None for what only a GPU has."""
     return {
         **libraries(),
         "cuda": torch.version.cuda,
@@ -142,7 +143,7 @@ def environment() -> dict:
 
 
 def _gpu_environment() -> dict:
-    """Return what the record's `env` says of the first GPU: None for each where there is none."""
+    """Return what the record's `env` says of the first GPU: None for each value without a GPU."""
     if not torch.cuda.is_available():
         return dict.fromkeys(("gpu", "gpu_mem_mib", "driver", "sm"))
     gpu = torch.cuda.get_device_properties(0)
@@ -158,10 +159,10 @@ def _gpu_environment() -> dict:
 def interconnect() -> str | None:
     """Return how the first two GPUs that this process sees are connected, as nvidia-smi names it.
 
-    NV18 is 18 NVLinks, PIX one PCIe switch, SYS the way through both processors. Returns None where
-    nvidia-smi does not say, and where there is one GPU alone.
+    NV18 stands for 18 NVLinks, PIX for one PCIe switch, SYS for the way through both processors.
+    None if nvidia-smi does not say, and if there is no second GPU.
     """
-    # By identity, since nvidia-smi does not follow CUDA_VISIBLE_DEVICES.
+    # The GPUs are found by their UUIDs, since nvidia-smi does not follow CUDA_VISIBLE_DEVICES.
     visible = [
         f"GPU-{torch.cuda.get_device_properties(card).uuid}"
         for card in range(min(2, torch.cuda.device_count()))
@@ -171,17 +172,18 @@ def interconnect() -> str | None:
         return None
     first, second = map(known.index, visible)
     for line in _nvidia_smi("topo", "-m").splitlines():
-        name, *links = line.split() or [""]
-        if name == f"GPU{first}" and "X" in links:  # a GPU's row has an X in its own column
-            return links[second]
+        words = line.split()
+        # A GPU's row begins with its name and has an X in its own column; the heading has none.
+        if words[:1] == [f"GPU{first}"] and "X" in words:
+            return words[1 + second]
     return None
 
 
 def polled_utilization() -> float:
     """Return the share of its last sampling period in which a GPU was busy.
 
-    It is the mean over all GPUs of this host, whoever uses them: what one call of nvidia-smi says,
-    which starts a program and takes its time. Raises UserError where it does not say.
+    It is the mean over all GPUs of this host, whoever uses them, as nvidia-smi says. Each call
+    starts that program, which takes time. Raises UserError if nvidia-smi does not say.
     """
     percents = _nvidia_smi("--query-gpu=utilization.gpu", "--format=csv,noheader,nounits").split()
     try:
@@ -194,7 +196,7 @@ def polled_utilization() -> float:
 
 
 def _nvidia_smi(*words: str) -> str:
-    """Return what nvidia-smi prints; nothing where it is not there or fails."""
+    """Return what nvidia-smi prints; "" if it is not installed or fails."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(
             ["nvidia-smi", *words], capture_output=True, text=True, check=True, timeout=20
@@ -203,7 +205,7 @@ def _nvidia_smi(*words: str) -> str:
 
 
 def _cpu_name() -> str | None:
-    """Return the processor's name; None where the system does not tell."""
+    """Return the processor's name; None if the system does not tell."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     model = re.search(r"model name\s*: (.*)", text)
@@ -215,43 +217,53 @@ def _cpu_name() -> str | None:
 def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     """Return the measured TFLOP/s of one large square GEMM on random data.
 
-    It is the ceiling that gemm_utilization is a share of. It is measured anew for each run, since a
-    GPU at its power limit has not the same clock twice.
+    The record's gemm_utilization is a share of this ceiling, which is measured anew for each run,
+    since the clock of a GPU at its power limit varies.
     """
     size = 8192 if device.type == "cuda" else 1024
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
     seconds = _quickest(lambda: torch.matmul(a, b, out=out), device)
-    a = b = out = None  # and the memory goes back
+    # All memory goes back before the run begins: the tensors, cuBLAS's workspace of this stream
+    # (which a CUDA graph does not use), and what the allocator keeps of them.
+    a = b = out = None
     if device.type == "cuda":
-        torch._C._cuda_clearCublasWorkspaces()  # of this stream, which a CUDA graph does not use
+        torch._C._cuda_clearCublasWorkspaces()
         torch.cuda.empty_cache()
-    return 2 * size**3 / seconds / 1e12
+    floating_point_operations = 2 * size**3
+    return floating_point_operations / seconds / 1e12
 
 
 def copy_rate(device: torch.device) -> float:
-    """Return the measured GB/s of copying a tensor far larger than the caches.
+    """Return the measured GB/s (10^9 bytes) of copying a tensor far larger than the caches.
 
-    They are 10^9 bytes, read and written.
+    Bytes that are read and bytes that are written both count.
     """
-    source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device)
+    size = 2**28 if device.type == "cuda" else 2**24
+    source = torch.zeros(size, device=device)
     target = torch.empty_like(source)
-    return 2 * source.nbytes / _quickest(lambda: target.copy_(source), device) / 1e9
+    seconds = _quickest(lambda: target.copy_(source), device)
+    return 2 * source.nbytes / seconds / 1e9
 
 
 def reduce_rate(device: torch.device) -> float:
     """Return the measured GB/s (10^9 bytes) of averaging gradients over the processes.
 
-    All of them call this together. It is the bus bandwidth of nccl-tests, 2 (n - 1) / n times the
-    bytes by the time, which does not depend on the number n of processes.
+    All processes call this together. It is what nccl-tests call the bus bandwidth: the bytes by the
+    time, times 2 (n - 1) / n. That factor is there so that the rate of n processes can be compared
+    with the rate of any other number.
     """
     size = 2**27 if device.type == "cuda" else 2**20
     gradients = torch.zeros(size, device=device, dtype=torch.bfloat16)
     seconds = _quickest(lambda: dist.all_reduce(gradients), device)
-    return 2 * (1 - 1 / dist.get_world_size()) * gradients.nbytes / seconds / 1e9
+    n = dist.get_world_size()
+    return 2 * (1 - 1 / n) * gradients.nbytes / seconds / 1e9
 
 
 def _quickest(work: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of `work`: the least of three means over REPEATS, after a warm-up."""
+    """Return the seconds of one call of `work`.
+
+    It is the least of three means over REPEATS calls, after one call to warm up.
+    """
     seconds = []
     for repeats in (1, REPEATS, REPEATS, REPEATS):
         watch = Stopwatch(device)

@@ -1,11 +1,12 @@
-"""The life of a record: what a run was, what it measured, how it ended. One JSON file for each run.
+"""The record of a run, record.json: what the run was, what it measured, and how it ended.
 
-The `status` goes from starting over running to ok, oom, error, killed or skipped. A driver writes
-the first. A run that has to wait for its GPU is `waiting` meanwhile. The notebook beside a record
-is a log; nothing but the record counts as a result.
+This module makes, writes, reads and checks records, and locks the folder of a run. In memory a
+record is a dict, as JSON gives it. schema.py lists its sections and values and says what they mean.
+The notebook beside a record is a log; nothing but the record counts as a result.
 
-In memory a record is the dict that its JSON says. schema.py has its sections, their values and what
-these mean. The file is replaced atomically (files.py).
+The `status` of a record goes from starting to running, and on to ok, oom, error, killed or skipped.
+A driver writes "starting", and the run what follows, also "waiting" while it waits for its GPU. If
+a run ends without saying how, its driver says it.
 
 Whoever can write into a runs folder can write records. So a record is checked where it is read
 (`check_record`), its ids too, before anything makes paths of them.
@@ -52,10 +53,11 @@ from qa_lib.spec.spec import Spec, group_name
 from qa_lib.spec.tasks import TASKS
 
 STARTING = "starting"  # written by a driver; the run replaces it when it begins
-FINISHED = ("ok", "oom", "skipped")  # not run again
-TERMINAL = (*FINISHED, "error", "killed")
+FINISHED = ("ok", "oom", "skipped")  # a run with its result, which is not run again
+TERMINAL = (*FINISHED, "error", "killed")  # a run that has ended, with its result or without
 
-# Kinds of errors that the user can mend: files, a hub that does not answer, and the UserErrors.
+# Errors that the user can mend: files, a hub that does not answer, and the UserErrors. They are
+# named as a record names the kind of an error.
 MISTAKES = (
     "OSError",
     "UserError",
@@ -66,21 +68,21 @@ MISTAKES = (
     "RunTaken",
     "NotReady",
 )
-# Steps within which a machine shows that it cannot do a run: it compiles for a first shape, and for
-# a second one.
+# A machine that cannot do a run shows it within so many steps: in these kernels are compiled, for a
+# first shape and for a second one.
 FIRST_STEPS = 3
 
 # The `task` section of a record, by the name of the task.
 SCORING = {name: {"name": name} | dataclasses.asdict(task.scoring) for name, task in TASKS.items()}
 
-# What a setting or a value of a preset was before there was a choice.
+# What a setting or a value of a preset was in records that are older than it.
 DEFAULT_SETTINGS = dataclasses.asdict(Settings())
 DEFAULT_PRESET = dataclasses.asdict(Preset(name=""))
 
 
 def _types_of(hint: object) -> set[type]:
     """Return the types of a setting's values: bool and str for Literal[False, "elementwise"]."""
-    choices = get_args(hint)
+    choices = get_args(hint)  # none for a plain type such as int
     return {type(choice) for choice in choices} if choices else {hint}
 
 
@@ -99,10 +101,11 @@ def now() -> str:
 def new_record(spec: Spec, env: dict) -> dict:
     """Return a record of status `running`, with what is known before the work begins.
 
-    `env` is what measure/hardware.py says of the machine. All else is null.
+    `env` is the machine as `measure.hardware.environment` describes it. What is not known yet is
+    None.
     """
     scoring = SCORING[spec.preset.task]
-    asked = SpecSection(
+    spec_section = SpecSection(
         variant=spec.variant,
         seed=spec.seed,
         hash=spec.hash,
@@ -121,7 +124,7 @@ def new_record(spec: Spec, env: dict) -> dict:
         status="running",
         env=env,
         quality=dict.fromkeys(scoring["scores"]),
-        spec=asked,
+        spec=spec_section,
         code=CodeSection(**code_version()),
         data=DataSection(**spec.data),
         model=ModelSection(**spec.model),
@@ -132,9 +135,9 @@ def new_record(spec: Spec, env: dict) -> dict:
 
 
 def document_header(schema: str, run_id: str, group: str) -> dict:
-    """Return what a document beside a run's record begins with.
+    """Return the first values of another document in a run's folder.
 
-    It is the document's schema, the run that it belongs to, and the code that made it.
+    They are the document's schema, the run that it belongs to, and the code that made it.
     """
     return {"schema": schema, "run_id": run_id, "group": group, "code": code_version()}
 
@@ -157,9 +160,9 @@ def finish(run_dir: Path, record: dict, status: str, error: dict | None = None) 
 
 
 def with_result(record: dict, hint: str = "") -> dict:
-    """Return the record of a run that has its result.
+    """Return the record as it is if its run has a result.
 
-    Raises UserError, whose message ends with the hint, for a run that failed.
+    Raises UserError, whose message ends with the hint, if the run failed.
     """
     if record["status"] in FINISHED:
         return record
@@ -168,10 +171,10 @@ def with_result(record: dict, hint: str = "") -> dict:
 
 
 def unable(record: dict) -> bool:
-    """Return whether a run was more than its machine could do.
+    """Return whether a run failed because its machine cannot do it.
 
-    It ran out of memory in training, or it had an error in FIRST_STEPS or before, such as a kernel
-    that does not compile, and none of MISTAKES.
+    Such a run ran out of memory before the end of training, or had an error before its first step
+    or within FIRST_STEPS, such as a kernel that does not compile. MISTAKES do not count.
     """
     error = record["error"]
     is_trained = record["time"]["steps"] is not None
@@ -181,8 +184,8 @@ def unable(record: dict) -> bool:
         return True
     if record["status"] != "error" or error["kind"] in MISTAKES:
         return False
-    # After the first update a loss that is not finite is the learning rate's fault, which the next
-    # choice has as well.
+    # A loss that is not finite after the first update is the learning rate's fault, and the variant
+    # that would be tried instead has the same rate.
     last_step = 1 if error["kind"] == "NonFiniteLoss" else FIRST_STEPS
     return error["step"] is None or error["step"] <= last_step
 
@@ -190,7 +193,7 @@ def unable(record: dict) -> bool:
 def run_files(runs: Path, name: str) -> list[Path]:
     """Return the files of that name in the run folders below `runs`.
 
-    Folders may vanish meanwhile, which Path.glob does not bear.
+    It does not fail if a folder vanishes meanwhile, as Path.glob would.
     """
     return [Path(path) for path in glob(f"{escape(str(runs))}/*/*/{name}")]
 
@@ -198,8 +201,8 @@ def run_files(runs: Path, name: str) -> list[Path]:
 def read_record(run_dir: Path) -> dict:
     """Return the record in a run's folder.
 
-    Raises RecordError when it is absent, broken, of a schema that is not known, or holds a value of
-    another type than the schema says.
+    Raises RecordError for a record that is absent, broken, or of a schema that is not known, and if
+    it holds a value of another type than the schema says.
     """
     path = run_dir / "record.json"
     return check_record(path, read_document(path, SCHEMA))
@@ -227,7 +230,8 @@ def parse_document(path: Path, text: str, schema: str) -> dict:
         document = json.loads(text)
     except (ValueError, RecursionError) as problem:
         raise RecordError(f"{path}: not readable as JSON ({problem}): remove it") from problem
-    # Text is UTF-8, so that half a character can only be written as an escape.
+    # Text that was read as UTF-8 has no lone surrogate, so that only a JSON escape can make
+    # one: from \ud800 to \udfff. The quick search for these spares most documents the full check.
     if re.search(r"\\ud[89a-f]", text, re.IGNORECASE) and not _is_utf8(document):
         raise RecordError(f"{path}: holds half a character (a lone surrogate)")
     found = document.get("schema") if isinstance(document, dict) else None
@@ -249,23 +253,23 @@ def _is_utf8(document: object) -> bool:
 
 @cache
 def _adapter(model: type) -> TypeAdapter:
-    """Return what checks a dict by a dataclass; it takes long to make."""
+    """Return what checks a dict by a dataclass. It is kept, since it takes long to make."""
     return TypeAdapter(model)
 
 
 def check_record(path: Path, document: dict, model: type[Record] = Record) -> dict:
-    """Return a record that was read from `path` with all the values that `model` has.
+    """Check a record that was read from `path`; return it with all the values that `model` has.
 
-    Values that came after the record have their defaults, and values that are not known are left
-    out. Raises RecordError, with the value's name, for whatever the report, or a path that is made
-    of the record, could stumble at.
+    Values that the schema got after the record was written have their defaults, and values that the
+    schema does not know are left out. Raises RecordError, with the value's name, for whatever would
+    make the report fail, or a path that is made of the record.
     """
     adapter = _adapter(model)
     try:
         record = adapter.dump_python(adapter.validate_python(document))
     except ValidationError as problem:
         fault = problem.errors()[0]
-        # Where several types would do, the last part of the place says which was tried.
+        # Where a value may be of several types, pydantic adds the type that it tried to its place.
         types = ("int", "float", "str", "bool")
         name = ".".join(str(part) for part in fault["loc"] if part not in types)
         raise _bad_value(path, name, fault["input"]) from None
@@ -278,6 +282,7 @@ def check_record(path: Path, document: dict, model: type[Record] = Record) -> di
     task = record["task"]["name"]
     if task not in SCORING:
         raise _bad_value(path, "task.name", task)
+    # Scores that the task got after the record was written.
     for name in (*record["task"]["scores"], *SCORING[task]["scores"]):
         record["quality"].setdefault(name)
 
@@ -290,7 +295,7 @@ def check_record(path: Path, document: dict, model: type[Record] = Record) -> di
 def _check_preset_and_settings(path: Path, preset: dict, settings: dict) -> None:
     """Raise RecordError for a value that the preset or a setting of a record cannot have."""
     try:
-        Preset(**{name: preset[name] for name in DEFAULT_PRESET})  # which checks its values
+        Preset(**{name: preset[name] for name in DEFAULT_PRESET})  # a Preset checks its values
         whole_number("spec.settings.micro_batch", settings["micro_batch"], 1)
     except SpecError as problem:
         raise RecordError(f"{path}: {problem}") from None
@@ -300,15 +305,14 @@ def _check_preset_and_settings(path: Path, preset: dict, settings: dict) -> None
 
 
 def _bad_value(path: Path, name: str, value: object) -> RecordError:
-    """Return the error for a value of a record that cannot be."""
+    """Return the error for a value that a record cannot have."""
     return RecordError(f"{path}: {name} is {str(value)[:40]!r}")
 
 
 def check_group(path: Path, record: dict) -> None:
-    """Refuse a record, read from `path`, whose group is not the one that its spec and task say.
+    """Raise RecordError for a record from `path` whose group is not that of its spec and task.
 
-    A record of other hardware or of another task, say, would make the report refuse the whole group
-    as a mixed one. Raises RecordError.
+    The report would refuse the whole group as a mixed one.
     """
     task = record["task"]
     spec = record["spec"]
@@ -329,11 +333,14 @@ def check_group(path: Path, record: dict) -> None:
 
 
 def read_steps(path: Path) -> list[dict]:
-    """Return the lines of a steps.jsonl, without those that a sudden end or a fault has spoilt."""
+    """Return the lines of a steps.jsonl, without those that a sudden end or a fault has spoilt.
+
+    Without such a file there are none.
+    """
     lines = path.read_bytes().splitlines() if path.is_file() else []
     steps = []
     for line in lines:
-        with contextlib.suppress(Exception):  # whatever a spoilt line leads to
+        with contextlib.suppress(Exception):  # a spoilt line may be no JSON, no dict, no numbers
             step = json.loads(line)
             is_finite = all(value is None or math.isfinite(value) for value in step.values())
             if step["step"] > 0 and is_finite:
@@ -345,8 +352,8 @@ def read_steps(path: Path) -> list[dict]:
 def lock(run_dir: Path, name: str = ".lock") -> Iterator[None]:
     """Hold the run's folder while working in it. The lock is freed when its holder dies.
 
-    `.lock` is held by who writes the record; a driver holds `.driver.lock` from before its kernel
-    starts to the end. Other hosts see a lock where the file system hands locks on:
+    The process that writes the record holds `.lock`. A driver holds `.driver.lock` from before its
+    kernel starts to the end. Other hosts see a lock if the file system hands locks on:
     lab/launch/slurm.py says which do.
 
     Raises RunTaken if another process holds it; RecordError for a folder that cannot be written to

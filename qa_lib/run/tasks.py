@@ -1,10 +1,15 @@
 """What the lab does for each task: how its data is opened and loaded, and how its model is scored.
 
-Facts of a task (its scores, its families of variants, words for a model's card) are in qa_lib.spec.
-Another task takes an entry in WORKFLOWS; its facts there; the models that it trains, in
-`architectures.KNOWN_FOR`; transformers' class of them, in `build.HEADS`; and a preset that names it.
+What is known of a task without PyTorch (its scores, its families of variants, words for a model's
+card) is in spec/tasks.py. To add a task, write:
 
-PyTorch is imported when a function that needs it is called: planning a run does without.
+- its facts, in spec/tasks.py;
+- its functions, in `WORKFLOWS` below;
+- the architectures that it trains, in `architectures.KNOWN_FOR`;
+- the class of transformers that makes such a model, in `build.HEADS`;
+- a preset that names the task.
+
+The functions import PyTorch when they are called, since planning a run does without it.
 """
 
 from collections.abc import Callable
@@ -26,20 +31,21 @@ if TYPE_CHECKING:
 class Workflow:
     """The functions of one task."""
 
-    # (data, "train" or "validation") -> what is read of it, with a `name` and a `sha256`. It raises
-    # DataError for what cannot be read.
     open_source: Callable[[str, str], Source]
-    # A run's data by its spec.
+    """Takes the name or the path of a data set, and "train" or "validation"; returns that split,
+    unread. Raises DataError for data that cannot be read."""
     load: Callable[[Spec], "Data"]
-    # (model, data, spec, device, run_dir) -> the `quality` of the run's record.
+    """Takes a run's spec; returns the data that the run trains on and is scored by."""
     evaluate: Callable[["torch.nn.Module", "Data", Spec, "torch.device", Path], dict]
+    """Takes the model, the data, the spec, the device and the run's folder; returns the scores,
+    which the run's record holds as its `quality`."""
 
 
 def load_questions(spec: Spec) -> "Data":
-    """Return the questions of a run; see `load_data`."""
-    from qa_lib.data.load import load_data
+    """Return the questions of a run; see `data.load.load_data`."""
+    from qa_lib.data import load
 
-    return load_data(spec)
+    return load.load_data(spec)
 
 
 def load_text(spec: Spec) -> "Data":
@@ -49,20 +55,25 @@ def load_text(spec: Spec) -> "Data":
     return load.load_text(spec)
 
 
-def evaluate_answers(model, data, spec: Spec, device, run_dir: Path) -> dict:
+def evaluate_answers(
+    model: "torch.nn.Module", data: "Data", spec: Spec, device: "torch.device", run_dir: Path
+) -> dict:
     """Return the scores of a model's answers; see `score.evaluate.evaluate_answers`."""
     from qa_lib.score import evaluate
 
     return evaluate.evaluate_answers(model, data, spec, device, run_dir)
 
 
-def evaluate_text(model, data, spec: Spec, device, run_dir: Path) -> dict:
-    """Return the perplexity of a language model; see `score.evaluate.evaluate_text`."""
+def evaluate_text(
+    model: "torch.nn.Module", data: "Data", spec: Spec, device: "torch.device", run_dir: Path
+) -> dict:
+    """Return the scores of a language model; see `score.evaluate.evaluate_text`."""
     from qa_lib.score import evaluate
 
     return evaluate.evaluate_text(model, data, spec, device, run_dir)
 
 
+# The functions of each task, by the task's name.
 WORKFLOWS = {
     "qa": Workflow(open_source, load_questions, evaluate_answers),
     "lm": Workflow(open_text, load_text, evaluate_text),

@@ -1,23 +1,25 @@
 """From logits to answers: the best spans of every question, and how surely it has no answer.
 
 A model gives each token of a window two logits: the answer begins here, the answer ends here. An
-answer is a pair of tokens, scored by the sum of its two logits. Of a window's 384 x 384 pairs only
-those between the 20 best starts and the 20 best ends are looked at, and of these only those that
-run forwards, lie in the paragraph and are short: so does the reference script (run_qa of
-transformers, after Devlin et al. 2019). A question's windows then compete in one list. "No answer"
-is a pair as well, [CLS] to [CLS]; of a question's windows the one that believes in it least speaks
-for all, and SQuAD v2 answers nothing where that score is higher than the best span's by a
-threshold.
+answer is a pair of tokens, scored by the sum of its two logits. The pairs are chosen as in the
+reference script (run_qa of transformers, after Devlin et al. 2019):
 
-An answer's text is that from its first token's first character to its last token's last, and the
-characters beside them that no token has: an uncased vocabulary drops the marks of letters, every
-WordPiece one drops U+200B and its like, and without them a word is misspelt. `text_edges` says to
-which token such a character belongs.
+- In each window, only pairs of one of the 20 best starts and one of the 20 best ends count, and of
+  these only those that run forwards, lie in the paragraph and are short.
+- The pairs of all windows of a question are ranked in one list.
+- "No answer" is a pair as well, [CLS] to [CLS]. Its score for a question is the lowest that any of
+  the question's windows gives it.
+- A question is not answered if that score exceeds the best span's by more than a threshold.
 
-The script loops over a window's pairs in Python, which takes longer than what is here: for a block
-of windows one table holds their sums, and one sort ranks each window's. Ties go to what the loop
-finds first, so that both give the same lists. Every variant's answers, and the app's, come from
-here.
+The text of an answer goes from the first character of its first token to the last of its last
+token. Tokens do not have every character: an uncased vocabulary drops the marks of letters, and
+every WordPiece vocabulary drops U+200B and its like. Where such a character is beside the answer,
+it is taken in, since a word would be misspelt without it; `text_edges` says to which token it
+belongs.
+
+The script loops over a window's pairs in Python. Here one table holds the sums of a block of
+windows, and one sort ranks each window's pairs, which is quicker. Ties go to what the loop finds
+first, so that both give the same lists. Every variant's answers, and the app's, come from here.
 """
 
 import json
@@ -38,7 +40,7 @@ from qa_lib.data.windows import Samples, examples_sha256
 from qa_lib.records.files import writable, writable_folder, write_atomically
 from qa_lib.spec.presets import ANSWER_TOKENS
 
-BLOCK = 128  # windows that are decoded together: as quick as any number from 64 to 2,048
+BLOCK = 128  # windows that are decoded together; any number from 64 to 2,048 is as quick
 LOWEST = -1e30  # stands in for a score of -inf, so that no difference is infinite or NaN
 
 
@@ -56,14 +58,14 @@ class Answers:
     """Decoded answers of a data set, by question id.
 
     - predictions[id]: the answer's text, "" for none.
-    - texts[id]: the text of the best span, whatever the null score, which a search for the best
-      threshold needs.
-    - null_odds[id]: the null score minus the score of the best non-empty span, in logits; higher
-      means more surely no answer; 1e30 if no span was allowed at all.
+    - texts[id]: the text of the best span, whatever the null score. A search for the best threshold
+      needs it.
+    - null_odds[id]: the null score minus the score of the best non-empty span. It is a difference
+      of logits, which the reference script calls odds. Higher means more surely no answer; 1e30
+      means that no span was allowed at all.
     - nbest[id]: a list of {text, probability, start_logit, end_logit}, best first, with the null
-      answer (text "") among them. The probabilities are a softmax over the list, as in the
-      reference script (transformers' run_qa), which also adds the null answer where it is not among
-      the best.
+      answer (text "") always among them. The probabilities are a softmax over the list. Both are
+      as in the reference script.
     """
 
     def __init__(
@@ -84,11 +86,13 @@ class Answers:
         self.texts: dict[str, str] = {}
         self.null_odds: dict[str, float] = {}
         for example, candidates, null in self._questions:
+            # A span of tokens without characters is empty.
             best = next((span for span in candidates if span.begin < span.end), None)
             if best is None:
                 odds = -LOWEST
                 text = ""
             else:
+                # In the order and the precision of the reference script, so that both round alike.
                 null_score = np.float32(null.score)
                 odds = float(null_score - np.float32(best.start_logit) - np.float32(best.end_logit))
                 text = example.context[best.begin : best.end]
@@ -97,12 +101,12 @@ class Answers:
             self.predictions[example.id] = "" if odds > null_threshold else text
 
     def entries(self, i: int) -> list[dict]:
-        """Return the n-best list of question i with places: {text, probability, start_logit,
-        end_logit, score, begin, end}.
+        """Return the n-best list of question i, with a score and places for each entry.
 
-        begin and end are characters of the paragraph, None for no answer. The null answer comes
-        after the spans that it ties with, and is always listed: it pushes out the last span, unless
-        it comes last itself.
+        An entry is {text, probability, start_logit, end_logit, score, begin, end}, where begin and
+        end are characters of the paragraph, and None for no answer. The null answer comes after the
+        spans that it ties with. It is always listed: it takes the place of the last span in a full
+        list, unless it comes last itself, and then the list is longer by one.
         """
         entries = []
         for entry, span in self._ranked(i):
@@ -112,14 +116,14 @@ class Answers:
     def _ranked(self, i: int) -> Iterator[tuple[dict, Span]]:
         """Yield the n-best list of question i: the entries of `nbest`, each with its span."""
         example, spans, null = self._questions[i]
-        place = sum(span.score >= null.score for span in spans)
-        length = max(self._n_best, place + 1)
-        listed = [*spans[:place], null, *spans[place:]][:length]
+        null_place = sum(span.score >= null.score for span in spans)
+        length = max(self._n_best, null_place + 1)
+        listed = [*spans[:null_place], null, *spans[null_place:]][:length]
         weights = [math.exp(span.score - listed[0].score) for span in listed]
         total = sum(weights)
         for weight, span in zip(weights, listed, strict=True):
             entry = {
-                "text": example.context[span.begin : span.end] if span.end else "",
+                "text": "" if span.end is None else example.context[span.begin : span.end],
                 "probability": weight / total,
                 "start_logit": span.start_logit,
                 "end_logit": span.end_logit,
@@ -128,14 +132,14 @@ class Answers:
 
     @cached_property
     def nbest(self) -> dict[str, list[dict]]:
-        """The n-best lists by question id; built when they are first asked for."""
+        """The n-best lists by question id, built when they are first asked for."""
         lists = {}
         for i, (example, _, _) in enumerate(self._questions):
             lists[example.id] = [entry for entry, _ in self._ranked(i)]
         return lists
 
     def write(self, folder: str | os.PathLike) -> list[Path]:
-        """Write the four answer files, each whole, and return their paths.
+        """Write the four answer files, each atomically, and return their paths.
 
         Raises RecordError where they cannot be written, and for a folder that is a link.
         """
@@ -150,7 +154,7 @@ class Answers:
         }
         for path in contents:
             writable(path)
-        # A quarter quicker without the check.
+        # Without the check for circular references encoding takes a quarter less time.
         encode = json.JSONEncoder(check_circular=False).encode
         for path, content in contents.items():
             # One question a line: readable, and the fast encoder of json knows no indentation.
@@ -177,10 +181,11 @@ def decode(
     `n_best` best start and end positions that lie in the context and have at most
     `max_answer_length` tokens. A question's null score is the lowest start + end logit at [CLS]
     over its windows, and "" is answered if null score - best span > `null_threshold`. Equal scores
-    are ranked by window, then by rank of start and of end, equal logits by position. Raises
-    ValueError unless every window has exactly one row and the examples are those of the samples;
-    DataError if a logit inside a window is NaN or +inf (also what rows under wrong ids from
-    `predict_logits` lead to, as it leaves NaN beyond each window's length).
+    are ranked by window, then by rank of start and of end, equal logits by position.
+
+    Raises ValueError unless every window has exactly one row and the examples are those of the
+    samples. Raises DataError if a logit inside a window is NaN or +inf. Rows of `predict_logits`
+    under wrong ids are found so as well, since they are NaN beyond the length of their own window.
     """
     rows = _row_of_window(samples, examples, sample_ids, start_logits, end_logits)
     start = start_logits.float().cpu().numpy()
@@ -210,12 +215,12 @@ def decode(
             block_start[window, first_token],
             block_end[window, last_token],
         )
-        for number, *values in zip(*[column.tolist() for column in columns], strict=True):
+        for question, *values in zip(*[column.tolist() for column in columns], strict=True):
             span = Span(*values)
-            if edges[number] is not None and span.begin < span.end:
-                begin_at, end_at = edges[number]
+            if edges[question] is not None and span.begin < span.end:
+                begin_at, end_at = edges[question]
                 span = span._replace(begin=begin_at[span.begin], end=end_at[span.end])
-            spans[number].append(span)
+            spans[question].append(span)
 
     best = []
     for candidates in spans:
@@ -226,7 +231,7 @@ def decode(
 def _null_answers(
     samples: Samples, n_examples: int, start: np.ndarray, end: np.ndarray
 ) -> list[Span]:
-    """Return the null answer of each question: of its windows' the one with the lowest score.
+    """Return the null answer of each question: that of the window that scores it lowest.
 
     `start` and `end` float32 [windows] are the logits of each window's [CLS].
     """
@@ -234,9 +239,9 @@ def _null_answers(
     end = end.clip(min=LOWEST)
     nulls: list[Span | None] = [None] * n_examples
     columns = (samples.example, start + end, start, end)
-    for number, score, *logits in zip(*[column.tolist() for column in columns], strict=True):
-        if nulls[number] is None or score < nulls[number].score:
-            nulls[number] = Span(score, None, None, *logits)
+    for question, score, *logits in zip(*[column.tolist() for column in columns], strict=True):
+        if nulls[question] is None or score < nulls[question].score:
+            nulls[question] = Span(score, None, None, *logits)
     return nulls
 
 
@@ -247,7 +252,10 @@ def _check_logits(
     start: np.ndarray,
     end: np.ndarray,
 ) -> None:
-    """Raise DataError for windows of a block whose logits [windows, tokens] are NaN or +inf."""
+    """Raise DataError for the first window of a block with a logit that is NaN or +inf.
+
+    `start` and `end` [windows, tokens] are the logits of the block.
+    """
     is_good = ((start < np.inf) & (end < np.inf)).all(axis=1)
     if is_good.all():
         return
@@ -260,28 +268,31 @@ def _check_logits(
 
 
 class TextEdges(NamedTuple):
-    """Where the text of a paragraph's tokens begins and ends, with the characters beside them that
-    no token has."""
+    """Where the text of a paragraph's tokens begins and ends.
 
-    begin_at: list[int]  # by the character at which a token begins
-    end_at: list[int]  # by the number that is one past a token's last character
+    It takes in the characters beside a token that no token has.
+    """
+
+    # begin_at[c]: where the text of a token begins whose first character is c
+    begin_at: list[int]
+    # end_at[c]: where the text of a token ends whose last character is c - 1
+    end_at: list[int]
 
 
 def text_edges(context: str, offsets: np.ndarray) -> TextEdges | None:
-    """Return the text edges of a paragraph, or None where tokens have all characters but blanks, so
-    that nothing is to be added.
+    """Return the text edges of a paragraph, or None if tokens have every character but blanks.
 
-    Characters that no token has belong to the token before them, up to the next token or blank; and
-    where a blank or nothing is before them, to the token after them. `offsets` int [tokens, 2] are
-    those of all tokens of the paragraph.
+    Bare characters, which no token has and which are no blanks, belong to the token that is right
+    before them. If a blank or nothing is before them, they belong to the token right after them.
+    `offsets` int [tokens, 2] are those of all tokens of the paragraph.
     """
     n = len(context)
     begins, ends = offsets[offsets[:, 0] < offsets[:, 1]].T
-    # How many more tokens begin than end at each character; the running sum says how many have it.
+    # By character: how many more tokens begin there than end. The running sum is how many have it.
     change = np.zeros(n + 1, np.int64)
     np.add.at(change, begins, 1)
     np.add.at(change, ends, -1)
-    is_bare = [False] * n  # no token has the character, and it is no blank
+    is_bare = [False] * n
     for place in np.flatnonzero(change.cumsum()[:n] == 0).tolist():
         is_bare[place] = not context[place].isspace()
     if not any(is_bare):
@@ -293,26 +304,29 @@ def text_edges(context: str, offsets: np.ndarray) -> TextEdges | None:
             end_at[place] = end_at[place + 1]
 
     begin_at = list(range(n + 1))
-    run = None  # where bare characters began that no token is before; None outside such a run
+    # Where the bare characters before this place began; None if there are none, or if they belong
+    # to the token before them.
+    first_bare = None
     for place in range(n):
         if is_bare[place]:
-            if run is None and (place == 0 or context[place - 1].isspace()):
-                run = place
+            if first_bare is None and (place == 0 or context[place - 1].isspace()):
+                first_bare = place
         else:
-            if run is not None and not context[place].isspace():
-                begin_at[place] = run
-            run = None
+            if first_bare is not None and not context[place].isspace():
+                begin_at[place] = first_bare
+            first_bare = None
     return TextEdges(begin_at, end_at)
 
 
 def _edges_of_examples(samples: Samples, examples: list[Example]) -> list[TextEdges | None]:
     """Return the text edges of each example's paragraph, worked out once for each distinct one."""
     by_context: dict[str, TextEdges | None] = {}
+    # The windows of question i are first_window[i] to first_window[i + 1].
     first_window = np.searchsorted(samples.example, np.arange(len(examples) + 1))
     context_tokens = samples.starts[:-1, None] + samples.context
-    for number, example in enumerate(examples):
+    for i, example in enumerate(examples):
         if example.context not in by_context:
-            parts = context_tokens[first_window[number] : first_window[number + 1]].tolist()
+            parts = context_tokens[first_window[i] : first_window[i + 1]].tolist()
             offsets = np.concatenate([samples.offsets[begin:end] for begin, end in parts])
             by_context[example.context] = text_edges(example.context, offsets)
     return [by_context[example.context] for example in examples]
@@ -325,9 +339,10 @@ def _row_of_window(
     start_logits: torch.Tensor,
     end_logits: torch.Tensor,
 ) -> np.ndarray:
-    """Return the row of each window: the guard that logits are joined by id and by nothing else.
+    """Return the row of the logits that belongs to each window, by the windows' ids alone.
 
-    Raises ValueError as `decode` does.
+    Raises ValueError as `decode` does: rows that were joined by position would be scored for other
+    questions, and nobody would see it.
     """
     if len(examples) != samples.n_examples or examples_sha256(examples) != samples.examples_sha256:
         raise ValueError(
@@ -350,12 +365,15 @@ def _row_of_window(
 def _block_spans(
     start: np.ndarray, end: np.ndarray, context: np.ndarray, n_best: int, max_answer_length: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return the `n_best` best spans of each window: score, window, first and last token, each [k],
-    sorted by window, then best first, ties by rank of start and end.
+    """Return the `n_best` best spans of each window.
 
-    `start` and `end` [windows, tokens] are their logits, -inf beyond a window's own length;
-    `context` [windows, 2] says where the paragraph lies. The reference script spends places on
-    [CLS] and the question too, so that they are only struck out after the ranking.
+    They are four arrays, each [spans]: score, window, first token and last token. They are sorted
+    by window, then best first, ties by rank of start and end.
+
+    `start` and `end` [windows, tokens] are the logits, -inf beyond a window's own length.
+    `context` [windows, 2] says where the paragraph lies. A start or an end outside of it is struck
+    out only after the best starts and ends are chosen, since the reference script counts it among
+    them.
     """
     first = np.argsort(-start, axis=1, kind="stable")[:, :n_best]
     last = np.argsort(-end, axis=1, kind="stable")[:, :n_best]
@@ -369,6 +387,7 @@ def _block_spans(
     is_allowed = begins_inside & ends_inside & (steps >= 0) & (steps < max_answer_length)
     score[~is_allowed] = -np.inf
 
+    # Each window's table as one row, whose best pairs are turned back into ranks of start and end.
     score = score.reshape(len(score), -1)
     order = np.argsort(-score, axis=1, kind="stable")[:, :n_best]
     score = np.take_along_axis(score, order, axis=1)

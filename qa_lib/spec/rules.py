@@ -1,16 +1,19 @@
 """Every rule about what may be trained with what, each once.
 
 - `conflicts`: settings that do not go together, wherever they are to run.
-- `task_conflicts` and `process_conflicts`: settings that do not go with a task, or with a number of
-  processes.
-- `requirements`: what settings need of a machine; `missing` says what a machine lacks of it.
+- `task_conflicts`, `size_conflicts` and `process_conflicts`: settings that do not go with a task,
+  with the batch of a preset, or with a number of processes.
+- `replicas`: the shares into which processes divide a step.
+- `unshared`: why processes cannot share a model of some size.
+- `requirements`: what settings need of a machine. `missing` says what a machine lacks of it, and
+  `since` how new a GPU has to be.
 - `adjust`: settings as a machine runs them.
-- `lacking`: settings that a model of some architecture cannot have.
-- `replicas`, `unshared` and `unfit_heads`: sizes by which a step or a model cannot be divided.
+- `lacking`: why a model of some architecture cannot have these settings.
+- `unfit_heads`: why our attention kernel cannot take heads of some width.
 
 A rule is an `if` that yields a sentence. To add one, write it into the function of its subject;
-tests/test_rules.py fails for a setting or a value in it that does not exist. `Settings` ask this
-module when they are made, so that it imports them for a type checker alone.
+tests/test_rules.py fails for a setting or a value in it that does not exist. This module imports
+`Settings` for a type checker alone, since that class imports this module to check its values.
 """
 
 from __future__ import annotations
@@ -27,7 +30,9 @@ if TYPE_CHECKING:
     from qa_lib.spec.settings import Settings
     from qa_lib.spec.spec import Spec
 
-# What engines and passes that take few values take; a setting that is not named may be anything.
+# Where few values are allowed, a list of them is shorter than a rule for each of the others. A
+# setting that a list does not name may have any value.
+# What the plain PyTorch of peers/ takes, the rivals that the lab is compared with:
 PLAIN_TAKES = {
     "attention": ("sdpa", "flash", "block-diagonal"),
     "qkv": ("separate",),
@@ -46,6 +51,7 @@ PLAIN_TAKES = {
     "activation_checkpointing": (False,),
     "parallel": ("none",),
 }
+# What a decoder's fused training pass takes (norms 'fused'):
 FUSED_DECODER_TAKES = {
     "attention": ("sdpa", "triton-causal"),
     "activation_checkpointing": (False, "elementwise"),
@@ -54,7 +60,7 @@ FUSED_DECODER_TAKES = {
 
 
 def _outside(settings: Settings, takes: dict[str, tuple]) -> Iterator[tuple[str, str]]:
-    """Yield each setting whose value is not among those taken, and these in words."""
+    """Yield each setting whose value is not taken, and the values that are taken, in words."""
     for name, values in takes.items():
         if getattr(settings, name) not in values:
             yield name, _alternatives(values)
@@ -72,12 +78,13 @@ def _alternatives(values: tuple) -> str:
 
 
 def conflicts(settings: Settings) -> Iterator[str]:
-    """Yield a sentence for every two of these settings that do not go together."""
+    """Yield a sentence for every pair of these settings whose values do not go together."""
     yield from _attention_conflicts(settings)
     yield from _number_format_conflicts(settings)
     yield from _kernel_conflicts(settings)
     yield from _quantization_conflicts(settings)
-    yield from _recomputing_conflicts(settings)
+    yield from _cuda_graph_conflicts(settings)
+    yield from _compiler_conflicts(settings)
     yield from _engine_conflicts(settings)
     yield from _parallel_conflicts(settings)
 
@@ -94,7 +101,7 @@ def _attention_conflicts(settings: Settings) -> Iterator[str]:
     packed = settings.padding == "packed"
     kernel = settings.attention
     if packed and kernel == "eager":
-        why = "attention within segments takes a kernel that knows them"
+        why = "packed sequences take a kernel that knows where each sample begins"
         yield _clash(settings, "padding", "attention", why)
     if kernel in ("flash", "efficient", "block-diagonal", "triton-varlen") and not packed:
         why = "these are the kernels for packed sequences"
@@ -103,16 +110,16 @@ def _attention_conflicts(settings: Settings) -> Iterator[str]:
         why = "FlashAttention computes in half precision alone"
         yield _clash(settings, "attention", "precision", why)
     if kernel == "triton-causal" and packed:
-        why = "a question may look at what comes after it: attention=triton-varlen"
+        why = "a reader looks at later tokens as well: attention=triton-varlen"
         yield _clash(settings, "attention", "padding", why)
     if kernel == "triton-causal" and settings.norms == "native":
         why = "it is a decoder's fused training pass that calls it"
         yield _clash(settings, "attention", "norms", why)
     if packed and settings.group_by_length:
-        why = "packed sequences are dealt by length already, and padding has no say"
+        why = "samples are packed by their lengths already"
         yield _clash(settings, "padding", "group_by_length", why)
     if packed and settings.loss != "native":
-        why = "it is the loss of a language model"
+        why = "it is the loss of a language model, and questions are what is packed"
         yield _clash(settings, "loss", "padding", why)
 
 
@@ -128,7 +135,7 @@ def _number_format_conflicts(settings: Settings) -> Iterator[str]:
     if optimizer in ("adamw-master", "adamw-master-8bit") and precision == "fp32":
         yield _clash(settings, "optimizer", "precision", "fp32 needs no masters")
     if optimizer == "adamw-master-bf16" and precision != "bf16":
-        why = "GPUs that compute in fp16 for want of bf16 cannot keep it"
+        why = "it keeps moments in bf16, which a GPU without bf16 cannot"
         yield _clash(settings, "optimizer", "precision", why)
     if settings.feed_forward == "fp8" and precision != "bf16":
         yield _clash(settings, "feed_forward", "precision", "the 8-bit linear layers give bf16")
@@ -139,26 +146,27 @@ def _number_format_conflicts(settings: Settings) -> Iterator[str]:
 
 def _kernel_conflicts(settings: Settings) -> Iterator[str]:
     """Yield conflicts of the kernels of our own, and of fused projections."""
-    biases = "the linear layers in 4 bits add their biases themselves"
-    rounded_biases = "the rounded linear layers add their biases themselves"
+    # These kernels add the bias of the linear layer before them, and must not add it twice.
+    nf4_adds_biases = "the linear layers in 4 bits add their biases themselves"
+    qat_adds_biases = "the rounded linear layers add their biases themselves"
     if settings.norms == "fused":
         if settings.dropout == "philox":
-            why = "its backward pass computes dropout's bits again, by their hash"
+            why = "its backward pass computes dropout's bits again: dropout=hash"
             yield _clash(settings, "norms", "dropout", why)
         if settings.base_quantization == "nf4":
-            yield _clash(settings, "norms", "base_quantization", biases)
+            yield _clash(settings, "norms", "base_quantization", nf4_adds_biases)
         if settings.qat != "none":
-            yield _clash(settings, "norms", "qat", rounded_biases)
+            yield _clash(settings, "norms", "qat", qat_adds_biases)
         if settings.parallel == "tensor":
-            why = "its kernels take plain tensors, and no DTensor's shares"
+            why = "its kernels take plain tensors, and no DTensor"
             yield _clash(settings, "norms", "parallel", why)
     if settings.gelu == "sigmoid":
         if settings.base_quantization == "nf4":
-            yield _clash(settings, "gelu", "base_quantization", biases)
+            yield _clash(settings, "gelu", "base_quantization", nf4_adds_biases)
         if settings.qat != "none":
-            yield _clash(settings, "gelu", "qat", rounded_biases)
+            yield _clash(settings, "gelu", "qat", qat_adds_biases)
         if settings.parallel == "tensor":
-            why = "its kernel takes plain tensors, and no DTensor's shares"
+            why = "its kernel takes plain tensors, and no DTensor"
             yield _clash(settings, "gelu", "parallel", why)
     if settings.qkv == "fused" and settings.has_adapters:
         why = "the adapters' query, key and value are fused away"
@@ -169,7 +177,7 @@ def _quantization_conflicts(settings: Settings) -> Iterator[str]:
     """Yield conflicts of weights in 4 bits, and of quantization-aware training."""
     if settings.base_quantization == "nf4":
         if not settings.has_adapters:
-            why = "weights in 4 bits cannot train, so that adapters have to"
+            why = "weights in 4 bits cannot train, and adapters have to"
             yield _clash(settings, "base_quantization", "trainable", why)
         if settings.feed_forward == "fp8":
             why = "both are about the same linear layers"
@@ -192,21 +200,25 @@ def _quantization_conflicts(settings: Settings) -> Iterator[str]:
             yield _clash(settings, "qat", "parallel", why)
 
 
-def _recomputing_conflicts(settings: Settings) -> Iterator[str]:
-    """Yield conflicts of CUDA graphs, of the compiler, and of what is computed again."""
-    replays_cuda_graphs = settings.compile == "cudagraphs"
+def _cuda_graph_conflicts(settings: Settings) -> Iterator[str]:
+    """Yield conflicts of CUDA graphs: that of the whole step, and those of a compiler's backend."""
+    backend_makes_graphs = settings.compile == "cudagraphs"
     if settings.cuda_graph and settings.optimizer in ("adamw", "adamw-8bit"):
-        why = "their step counts are on the host, which a graph replays"
+        why = "its step count is on the host, and a graph replays the GPU's work alone"
         yield _clash(settings, "cuda_graph", "optimizer", why)
     if settings.cuda_graph and settings.padding == "longest":
         yield _clash(settings, "cuda_graph", "padding", "a graph replays one shape")
-    if settings.cuda_graph and replays_cuda_graphs:
+    if settings.cuda_graph and backend_makes_graphs:
         yield _clash(settings, "cuda_graph", "compile", "graphs do not nest")
-    if replays_cuda_graphs and settings.padding == "longest":
+    if backend_makes_graphs and settings.padding == "longest":
         yield _clash(settings, "compile", "padding", "a graph replays one shape")
-    if replays_cuda_graphs and settings.parallel != "none":
+    if backend_makes_graphs and settings.parallel != "none":
         why = "a replay writes over gradients before they are reduced"
         yield _clash(settings, "parallel", "compile", why)
+
+
+def _compiler_conflicts(settings: Settings) -> Iterator[str]:
+    """Yield conflicts of a compiler that decides what is computed again, or compiles by regions."""
     recomputes_elementwise = settings.activation_checkpointing == "elementwise"
     if recomputes_elementwise and settings.compile not in ("inductor", "regional"):
         why = "Inductor's partitioner decides what is kept"
@@ -215,7 +227,7 @@ def _recomputing_conflicts(settings: Settings) -> Iterator[str]:
         why = "the regions hand on packed sequences"
         yield _clash(settings, "compile", "padding", why)
     if settings.compile == "regional" and settings.parallel in ("ddp", "ddp-bf16", "pipeline"):
-        why = "they call the whole model, or a stage, as one"
+        why = "DDP and pipelines call the whole model, or a stage, as one"
         yield _clash(settings, "compile", "parallel", why)
 
 
@@ -268,7 +280,7 @@ def _trainer_conflicts(settings: Settings) -> Iterator[str]:
 def _loop_conflicts(settings: Settings) -> Iterator[str]:
     """Yield what the visible loop does not take."""
     if settings.parallel == "deepspeed":
-        why = "DeepSpeed's engine is there under transformers.Trainer alone"
+        why = "DeepSpeed runs under transformers.Trainer alone: engine=trainer"
         yield _clash(settings, "engine", "parallel", why)
     if settings.fault == "nvidia-smi-polling":
         why = "it is a callback of transformers.Trainer"
@@ -276,10 +288,10 @@ def _loop_conflicts(settings: Settings) -> Iterator[str]:
 
 
 def _parallel_conflicts(settings: Settings) -> Iterator[str]:
-    """Yield what does not go with a way in which processes share a step."""
+    """Yield what does not go with the way in which processes share a step."""
     parallel = settings.parallel
     if parallel in ("ddp", "ddp-bf16", "fsdp2") and settings.cuda_graph:
-        why = "their hooks wait on the host, which a graph has not"
+        why = "its hooks wait on the host, and a graph has no host"
         yield _clash(settings, "parallel", "cuda_graph", why)
     cuts_tensors = parallel in ("zero1", "zero1-overlap", "fsdp2", "tensor")
     if cuts_tensors and settings.optimizer == "adamw-8bit":
@@ -314,7 +326,7 @@ def _pipeline_conflicts(settings: Settings) -> Iterator[str]:
         why = "its stages hand on packed sequences, which are all of one shape"
         yield _clash(settings, "parallel", "padding", why)
     if settings.precision == "fp16":
-        why = "GradScaler scales the loss, which the last stage alone has"
+        why = "GradScaler scales the loss, and the last stage alone has it"
         yield _clash(settings, "parallel", "precision", why)
     if settings.dropout == "hash":
         why = "its seeds change before a micro-batch's backward pass"
@@ -325,7 +337,7 @@ def _pipeline_conflicts(settings: Settings) -> Iterator[str]:
 
 
 def _tensor_conflicts(settings: Settings) -> Iterator[str]:
-    """Yield what does not go with shares of every linear layer."""
+    """Yield what does not go with tensor parallelism, which cuts every linear layer into shares."""
     if settings.qkv == "fused":
         why = "a share of the fused product is no share of the heads"
         yield _clash(settings, "parallel", "qkv", why)
@@ -341,8 +353,8 @@ def _tensor_conflicts(settings: Settings) -> Iterator[str]:
 
 
 def task_conflicts(settings: Settings, task: str) -> Iterator[str]:
-    """Yield why a run of that task cannot have these settings, to be read after its variant."""
-    if task != "qa":
+    """Yield why a run of that task cannot have these settings, to be read after "VARIANT: "."""
+    if task != "qa":  # a language model takes all of these
         return
     packed = settings.padding == "packed"
     if settings.cuda_graph and not packed:
@@ -358,6 +370,7 @@ def size_conflicts(settings: Settings, preset: Preset) -> Iterator[str]:
     micro_batch = settings.micro_batch
     batch = preset.batch
     if batch and batch % micro_batch:
+        # The next smaller multiple, or one micro-batch where that would be none.
         divisible = micro_batch * max(1, batch // micro_batch)
         yield (
             f"micro-batch {micro_batch} does not divide the effective batch {batch} of preset "
@@ -368,7 +381,7 @@ def size_conflicts(settings: Settings, preset: Preset) -> Iterator[str]:
 def process_conflicts(settings: Settings, world: int, stages: int) -> Iterator[str]:
     """Yield why so many processes cannot share a run, to be read after the variant's name.
 
-    `world` are all processes, and `stages` those that make up one pipeline.
+    `world` is the number of all processes, and `stages` of those that make up one pipeline.
     """
     if world > 1 and settings.parallel == "none":
         yield f"trains in one process, not in {world}; the variants of family P take several"
@@ -379,29 +392,30 @@ def process_conflicts(settings: Settings, world: int, stages: int) -> Iterator[s
 def replicas(spec: Spec, world: int) -> int:
     """Return into how many shares `world` processes divide the micro-batches of a step.
 
-    The processes of one pipeline share a share, and those of a tensor-parallel run take all.
-    Raises SpecError for processes that cannot share a step evenly.
+    The processes of one pipeline work on the same share. All processes of a tensor-parallel run
+    work on every micro-batch, which makes one share. Raises SpecError for processes that cannot
+    divide a step evenly.
     """
     stages = spec.stages
     if world % stages:
         raise SpecError(f"{world} processes do not make up pipelines of {stages}")
     shares = 1 if spec.settings.parallel == "tensor" else world // stages
-    each, rest = divmod(spec.micro_batches, shares)
+    per_share, rest = divmod(spec.micro_batches, shares)
     if rest:
         raise SpecError(
             f"{world} processes do not divide the {spec.micro_batches} micro-batches of a step at "
             f"preset {spec.preset.name!r}, which are {spec.preset.batch} samples by "
             f"{spec.settings.micro_batch}"
         )
-    if spec.settings.schedule == "1f1b" and each < stages:
+    if spec.settings.schedule == "1f1b" and per_share < stages:
         raise SpecError(
             f"1f1b takes at least as many micro-batches as the {stages} stages, "
-            f"and a pipeline has {each} in a step"
+            f"and a pipeline has {per_share} in a step"
         )
-    if spec.settings.schedule == "interleaved" and each % stages:
+    if spec.settings.schedule == "interleaved" and per_share % stages:
         raise SpecError(
             f"interleaved takes a multiple in micro-batches of the {stages} stages, "
-            f"and a pipeline has {each} in a step"
+            f"and a pipeline has {per_share} in a step"
         )
     return shares
 
@@ -409,7 +423,8 @@ def replicas(spec: Spec, world: int) -> int:
 def unshared(settings: Settings, *, layers: int, heads: int, world: int, stages: int) -> str | None:
     """Return why processes cannot share a model of so many layers and attention heads.
 
-    None if they can. `world` are all processes, and `stages` those that make up one pipeline.
+    None if they can. `world` is the number of all processes, and `stages` of those that make up
+    one pipeline.
     """
     parts = stages * settings.chunks
     if settings.parallel == "pipeline" and layers % parts:
@@ -429,14 +444,15 @@ class Requirement:
     sentence: str
     """The message where a machine lacks it."""
     is_there: Callable[[Machine], bool]
-    """Whether a machine has it, but for its GPU's age."""
+    """Whether a machine has it, leaving the age of its GPU to `since`."""
     since: int = 0
-    """The compute capability x 10 from which GPUs have it; 0 for every one that PyTorch has."""
+    """The lowest compute capability x 10 of a GPU that has it; 0 if every one that PyTorch supports
+    does."""
 
     def is_met(self, machine: Machine) -> bool:
         """Return whether a machine has what is needed."""
-        is_too_old = machine.gpus > 0 and machine.sm < self.since
-        return self.is_there(machine) and not is_too_old
+        has_old_gpu = machine.gpus > 0 and machine.sm < self.since
+        return self.is_there(machine) and not has_old_gpu
 
 
 def requirements(settings: Settings) -> Iterator[Requirement]:
@@ -451,7 +467,7 @@ def requirements(settings: Settings) -> Iterator[Requirement]:
         or settings.gelu == "sigmoid"
         or settings.half_weights
     )
-    if settings.compile == "nvfuser":  # PyTorch had it until 2.2
+    if settings.compile == "nvfuser":  # PyTorch had it until 2.2: no machine has it now
         yield Requirement(
             "this PyTorch has no torch.compile backend named 'nvfuser'", lambda machine: False
         )
@@ -472,6 +488,7 @@ def requirements(settings: Settings) -> Iterator[Requirement]:
             "needs a GPU of compute capability 8.9 or newer (8-bit floats)", _has_gpu, since=89
         )
     if uses_triton:
+        # Without a GPU these run as plain PyTorch. With one, `compiler` is Triton.
         yield Requirement(
             "needs Triton where there is a GPU, and one of compute capability 7.5 or newer",
             lambda machine: machine.gpus == 0 or machine.compiler,
@@ -480,7 +497,7 @@ def requirements(settings: Settings) -> Iterator[Requirement]:
     if uses_triton_attention:
         yield Requirement(
             "needs a GPU of compute capability 8.0 or newer (GEMMs in Triton)",
-            lambda machine: True,
+            lambda machine: True,  # any CPU does
             since=80,
         )
     if settings.compile in ("inductor", "regional", "reduce-overhead"):
@@ -527,15 +544,15 @@ def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
 
 
 def since(settings: Settings) -> int | None:
-    """Return the compute capability x 10 from which GPUs run these settings.
+    """Return the lowest compute capability x 10 of a GPU that runs these settings.
 
-    None where every GPU does that PyTorch has.
+    None if every GPU that PyTorch supports does.
     """
     capability = max((requirement.since for requirement in requirements(settings)), default=0)
     return capability or None
 
 
-# What a machine does otherwise than it was asked.
+# Settings that a machine changes.
 
 
 def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
@@ -550,9 +567,9 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
 
 def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, object, str]]:
     """Yield each setting that has another value on this machine, the value, and why."""
-    # What takes a GPU alone stays as it is asked for, and is skipped without one.
-    takes_gpu = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
-    if not machine.gpus and not takes_gpu:
+    # These settings run on a GPU alone: without one `missing` refuses them, as they were asked for.
+    is_for_gpu = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
+    if not machine.gpus and not is_for_gpu:
         if settings.precision != "fp32":
             yield "precision", "fp32", f"since {settings.precision} autocast needs a GPU"
         if settings.half_weights:
@@ -579,15 +596,14 @@ def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, ob
 def lacking(settings: Settings, architecture: str) -> str | None:
     """Return why a model of that architecture cannot have these settings; None if it can.
 
-    An architecture is a `model_type` of transformers. Any can have what is not named here.
+    An architecture is a model_type of transformers. It can have whatever no rule here refuses.
     """
-    for why in _lacks(settings, architecture):
-        return f"does not fit {architecture}: {why}"
-    return None
+    reason = next(_lacks(settings, architecture), None)
+    return f"does not fit {architecture}: {reason}" if reason else None
 
 
 def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
-    """Yield what a model of that architecture has not that these settings need."""
+    """Yield why a model of that architecture cannot have these settings."""
     has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
     if settings.engine == "plain" and not has_rival:
         yield "the rivals are a BERT and a GPT-2"
@@ -631,18 +647,21 @@ def _modernbert_lacks(settings: Settings) -> Iterator[str]:
 
 
 def _gpt2_lacks(settings: Settings) -> Iterator[str]:
-    # The fused training pass calls all layers in one, and reads the linear layers' weights itself.
+    # The fused training pass computes all layers in one function and reads their weights itself, so
+    # that what replaces or wraps a single layer would have no effect.
     if settings.norms == "fused":
         for name, values in _outside(settings, FUSED_DECODER_TAKES):
             value = getattr(settings, name)
             yield f"norms 'fused' of a decoder take {name} {values}, and not {value!r}"
+    # That pass would leave adapters out. With gelu 'sigmoid' a linear layer applies GELU itself, so
+    # that an adapter's output would be added after it.
     if settings.has_adapters and (settings.norms == "fused" or settings.gelu == "sigmoid"):
         yield "adapters of a decoder take norms 'native' and gelu 'exact'"
 
 
 def unfit_heads(width: int) -> str | None:
     """Return why attention 'triton-varlen' cannot have heads of that width; None if it can."""
-    is_power_of_2 = width & (width - 1) == 0
+    is_power_of_2 = width.bit_count() == 1
     if width >= 16 and is_power_of_2:
         return None
     return (

@@ -1,6 +1,7 @@
 """The verbs that measure or predict: profile, memory, max-batch.
 
-Each function returns the parser of one.
+Each function here returns the parser of one verb, and verbs.py lists them. The `load_main` in it
+imports what the verb does, only once its options are known to be right (see `Parser`).
 """
 
 from qa_lib.lab.cli import options, values
@@ -82,6 +83,7 @@ def max_batch_parser() -> Parser:
         ],
         load_main=load_main,
     )
+    # Without an option for the preset: every search takes the preset sizing, with this cap.
     options.add_variants(parser)
     parser.add_argument(
         "--limit-gib",

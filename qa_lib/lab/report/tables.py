@@ -1,4 +1,7 @@
-"""Tables of text: columns of a DataFrame written for people, as Markdown or for a terminal."""
+"""Tables of text: columns of a DataFrame written for people, as Markdown or for a terminal.
+
+`render` makes the text, and `markdown` and `terminal` set it.
+"""
 
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
@@ -7,7 +10,8 @@ import pandas as pd
 
 from qa_lib.lab.report.format import MISSING, number
 
-# The headings of columns of words, which are set to the left. All others are set to the right.
+# The headings of columns of words, which are set to the left. All others are set to the right, as
+# numbers are: a table with a new column of words has its heading added here.
 LEFT = frozenset({
     "answer",
     "arithmetic",
@@ -45,21 +49,22 @@ LEFT = frozenset({
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table that people read, made of a column of a DataFrame."""
+    """How a column of a DataFrame is written in a table."""
 
     name: str
     """The column of the DataFrame."""
     heading: str = ""
-    """What stands above the column; its name where empty."""
+    """What stands above the column; `name` if empty."""
     form: Callable[..., str] | None = None
-    """A function of format.py that writes a value. Without one floats are written by `number`, and
+    """A function of format.py that writes a value. If None, floats are written by `number`, and
     words and whole numbers as they are."""
     interval: bool = True
-    """Whether half an interval is written too, where the DataFrame has it in a column `NAME±`."""
+    """Whether half the width of an interval is written after the value, where the DataFrame has it
+    in a column `NAME±`."""
 
 
 def render(table: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
-    """Return these columns of a DataFrame as text, without those that say nothing."""
+    """Return these columns of a DataFrame as text, without those that have no value."""
     texts = {}
     for column in columns:
         form = column.form
@@ -74,7 +79,7 @@ def render(table: pd.DataFrame, columns: Iterable[Column]) -> pd.DataFrame:
 
 
 def column_text(table: pd.DataFrame, name: str, form: Callable[..., str]) -> list[str]:
-    """Return a column of a DataFrame as text, with half an interval where column `NAME±` has it."""
+    """Return a column of a DataFrame as text, with the intervals that column `NAME±` has."""
     if f"{name}±" not in table:
         return [form(value) for value in table[name]]
     texts = []
@@ -84,32 +89,31 @@ def column_text(table: pd.DataFrame, name: str, form: Callable[..., str]) -> lis
 
 
 def compact(table: pd.DataFrame) -> pd.DataFrame:
-    """Return a table of text without the columns that say nothing, and with '–' for NaN."""
+    """Return a table of text with '–' for NaN, and without the columns that have nothing else."""
     filled = table.fillna(MISSING)
-    says_something = (filled != MISSING).any()
-    return filled.loc[:, says_something]
+    has_a_value = (filled != MISSING).any()
+    return filled.loc[:, has_a_value]
 
 
 def markdown(table: pd.DataFrame, left: Collection[str] = LEFT) -> str:
-    """Return a table of text as Markdown, or a sentence if it has no lines.
+    """Return a table of text as Markdown, or a sentence if it has no rows.
 
-    Columns whose headings are in `left` are set to the left, and numbers, in the others, to the
-    right.
+    Columns whose headings are in `left` are set to the left, and all others to the right.
     """
     if table.empty:
         return "*Nothing of this table was measured.*"
     text = table.astype(str).map(lambda cell: cell.replace("|", "\\|").replace("\n", "↵"))
     for heading in text:
         if heading not in left:
-            # "609 ± 6" stays in one line
+            # A space that does not break keeps "609 ± 6" in one line.
             text[heading] = text[heading].str.replace(" ", "\u00a0")
-    rule = ["---" if heading in left else "---:" for heading in text]
-    lines = [list(text), rule, *text.to_numpy().tolist()]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    alignment = ["---" if heading in left else "---:" for heading in text]
+    rows = [list(text), alignment, *text.to_numpy().tolist()]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
 
 
 def terminal(table: pd.DataFrame, width: int = 100) -> str:
-    """Return a table of text in columns for a terminal, its lines cut at `width` letters."""
+    """Return a table of text in columns for a terminal, its lines cut at `width` characters."""
     aligned = []
     for heading in table:
         cells = [heading, *table[heading].astype(str)]

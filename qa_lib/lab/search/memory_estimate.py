@@ -1,7 +1,7 @@
-"""How much GPU memory a run will take, from its spec alone: before a card is rented.
+"""How much GPU memory a run will take, predicted from its spec, without a GPU.
 
 `StepMemory` (step_memory.py) adds up the bytes. Here they become a table of MiB (`estimate`), a
-number of GiB to choose variants and sizes by (`MemoryNeeds`), and peaks that stand beside measured
+number of GiB to choose variants and sizes by (`MemoryNeeds`), and peaks to compare with measured
 ones (`predicted`).
 """
 
@@ -21,32 +21,33 @@ from qa_lib.spec.settings import Settings
 from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
-RESERVED = 1.05  # measured on one H200: what the allocator reserves over its peak, 3 to 8 % more
-# Share of a GPU's memory that a run may be predicted to take: the estimate is within a tenth of
-# what was measured.
+# The allocator reserves so many times the peak that it has given out; 1.03 to 1.08 on one H200.
+RESERVED = 1.05
+# The share of a GPU's memory that a run may be predicted to take. The rest is for errors of the
+# estimate, which is within a tenth of what was measured.
 USABLE = 0.9
-# By at most this share weights and optimizer state of one model and one code differ, measured and
-# predicted.
+# The measured size of weights and optimizer state differs from the predicted one by less than this
+# share, if model and code are the same.
 TOLERANCE = 0.02
 
 
 def unpredicted(spec: Spec) -> str | None:
     """Return why the memory of a spec cannot be predicted, in words; None if it can."""
+    why = "what {} keeps for its backward pass is not predicted"
     if spec.settings.qat != "none":
-        kind = "training on rounded weights"
-    else:
-        kind = config_of(spec).model_type
-        if find_encoder(kind, spec.model_source, spec.preset.task).memory_known:
-            return None
-    return f"what {kind} keeps for its backward pass is not predicted"
+        return why.format("training on rounded weights")
+    model_type = config_of(spec).model_type
+    if not find_encoder(model_type, spec.model_source, spec.preset.task).memory_known:
+        return why.format(model_type)
+    return None
 
 
 def estimate(spec: Spec, samples=None) -> dict:
     """Return the MiB that a run takes on its GPU, by what they are for, and the phase of the peak.
 
     The keys are params_mib, grads_mib, optimizer_mib, activations_mib, workspace_mib, peak_mib,
-    reserved_mib and phase. `samples`, of which a packed micro-batch needs the lengths, are the
-    spec's own unless they are given.
+    reserved_mib and phase. The lengths of `samples` decide how large a packed micro-batch is.
+    Without `samples` the spec's own data are read for that.
 
     Raises UserError for a spec without a GPU, and for what is `unpredicted`.
     """
@@ -61,22 +62,23 @@ def estimate(spec: Spec, samples=None) -> dict:
     activations, _ = step.activations()
     phases = step.phases()
     phase = max(phases, key=phases.get)
-    libraries = LIBRARIES_MIB * MIB
+    peak = phases[phase]
+    temporaries = step.start_of_backward() - activations
     sizes = {
         "params": step.weights(),
         "grads": step.gradients(),
         "optimizer": step.optimizer(),
         "activations": activations,
-        "workspace": libraries + step.casts() + step.start_of_backward() - activations,
-        "peak": phases[phase],
-        "reserved": RESERVED * phases[phase],
+        "workspace": LIBRARIES_MIB * MIB + step.casts() + temporaries,
+        "peak": peak,
+        "reserved": RESERVED * peak,
     }
     mib = {f"{name}_mib": size / MIB for name, size in sizes.items()}
     return {**mib, "phase": phase}
 
 
 def tokens_of_micro_batch(spec: Spec, samples=None) -> int:
-    """Return the most tokens that a micro-batch has; packing decides by the samples' lengths."""
+    """Return the most tokens that a micro-batch has; if packed, by the lengths of the samples."""
     if spec.settings.padding == "packed":
         if samples is None:
             samples = load_data(spec).samples
@@ -86,13 +88,13 @@ def tokens_of_micro_batch(spec: Spec, samples=None) -> int:
 
 
 class MemoryNeeds:
-    """Predicts how much of a GPU runs take, and reads data that this needs once a length."""
+    """Predicts how much of a GPU runs take; reads the data that this needs once for each length."""
 
     def __init__(self):
         self._samples = {}  # by (max_length, stride): samples that had to be read
 
     def gib(self, spec: Spec) -> float:
-        """Return the GiB that a run is predicted to take of its GPU; 0 where that is not known."""
+        """Return the GiB that a run is predicted to take of its GPU; 0 if it is `unpredicted`."""
         if unpredicted(spec):
             return 0.0
         reserved_mib = estimate(spec, self._samples_of(spec))["reserved_mib"]
@@ -102,18 +104,18 @@ class MemoryNeeds:
         """Return the samples whose lengths decide; None where every sample has the full length."""
         if spec.settings.padding != "packed":
             return None
-        length = (spec.preset.max_length, spec.preset.stride)
-        if spec.data_source == "squad_v2":
-            return SquadLengths(*length)
-        if length not in self._samples:
-            self._samples[length] = load_data(spec).samples
-        return self._samples[length]
+        cut = (spec.preset.max_length, spec.preset.stride)
+        if spec.data_source == "squad_v2":  # its lengths are known without its data
+            return SquadLengths(*cut)
+        if cut not in self._samples:
+            self._samples[cut] = load_data(spec).samples
+        return self._samples[cut]
 
 
 def gpu_of(sm: int) -> Machine:
-    """Return a GPU of compute capability `sm` / 10 with everything installed.
+    """Return a machine with one GPU of compute capability `sm` / 10 and everything installed.
 
-    It is for plans that are made where there is none.
+    It stands for the GPU in plans that are made on a machine without one.
     """
     return Machine(
         hardware="gpu",
@@ -130,18 +132,21 @@ def gpu_of(sm: int) -> Machine:
 def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
     """Return the peak in MiB that `estimate` gives for runs of `load_runs`, by their index.
 
-    It is NaN for a run on a CPU, for one that an older optimizer made, and for one whose weights
-    take another size than those of `model`, a folder or a name. Without `model` it is the record's
-    own.
+    `model`, a folder or a name, stands for the model of all runs; without it each run has the model
+    of its record. The peak is NaN for a run on a CPU, for one whose model is not known, for what is
+    `unpredicted`, and where the record's weights and optimizer state take another size than those
+    predicted: it is of another model or of an older optimizer.
     """
     peaks = {}
-    estimates = {}  # by spec: a seed changes nothing
+    estimates = {}  # by spec, which is the same for all seeds
     for index, run in runs["run"].items():
         spec = _spec_of_record(run.record, model)
         if spec.hardware == "cpu" or not spec.model_source or unpredicted(spec):
             continue
         key = repr(spec)
         if key not in estimates:
+            # Synthetic data are made when they are asked for. All else may not be on this machine,
+            # and is taken for SQuAD.
             lengths = None
             if not spec.data_source.startswith("synthetic:"):
                 lengths = SquadLengths(spec.preset.max_length, spec.preset.stride)
@@ -153,20 +158,24 @@ def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
 
 def _has_same_state(estimated: dict, record: dict) -> bool:
     """Return whether weights and optimizer state are as large as estimated, or not recorded."""
-    measured = [record["memory"]["params_mib"], record["memory"]["optimizer_mib"]]
-    if None in measured:
+    weights = record["memory"]["params_mib"]
+    optimizer = record["memory"]["optimizer_mib"]
+    if weights is None or optimizer is None:
         return True
+    measured = weights + optimizer
     expected = estimated["params_mib"] + estimated["optimizer_mib"]
-    return abs(expected - sum(measured)) < TOLERANCE * sum(measured)
+    return abs(expected - measured) < TOLERANCE * measured
 
 
 def _spec_of_record(record: dict, model: str) -> Spec:
-    """Return a record's spec, as far as memory depends on it: the same for all seeds."""
+    """Return a record's spec as far as memory depends on it: the same for all seeds."""
     recorded = record["spec"]
     preset = Preset(**recorded["preset"])
     asked = Settings(**recorded["settings"])
+    # A search records the capability whose kernels it took, which may be older than the GPU's.
     settings, adjusted = adjust(asked, gpu_of(recorded["sm"] or record["env"]["sm"]))
     if not model:
+        # A model that is known by name need not be on this machine.
         name = record["model"]["name"]
         has_known_shape = name == "tiny" or find_shape(name)
         model = name if has_known_shape else preset.model
