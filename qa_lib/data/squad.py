@@ -1,7 +1,9 @@
-"""A data set of questions by its name: files, folders, saved tables, the hub and the generator.
+"""Data sets: `open_source` finds one of questions by its name, and returns it as a `Source`.
 
-Everything that trains, scores or answers is given a `Source` and reads `Example`s from it, whatever
-the data's format. data/origins.py knows the places, data/examples.py the layouts and their checks.
+It may be a file, a folder, a saved table, on the hub, or generated. Whatever trains, scores or
+answers is given a `Source` and reads `Example`s from it, whatever the data's format. A Source may
+be of text as well (data/text.py). data/origins.py knows the places, data/examples.py the layouts
+and their checks.
 """
 
 import os
@@ -24,23 +26,25 @@ OFFICIAL_NAMES = {
 class Source:
     """A data set, of questions or of text, that is read when it is first used."""
 
-    name: str  # what the user asked for, a path as it was given
-    digest: Callable[[], str]  # the content's hash as stored (hex), unparsed; raises DataError
-    # Reads from the start: `Row`s of questions, or a text's lines. Raises DataError.
+    # What the user asked for, a path as it was given.
+    name: str
+    # Computes the SHA-256 (hex) of the content as it is stored now. Raises DataError.
+    digest: Callable[[], str]
+    # Reads the content from the start: `Row`s of questions, or a text's lines. Raises DataError.
     rows: Callable[[], Iterable]
-    # Without it gold answers are left out, and need be neither there nor right.
+    # Whether gold answers are read and checked. If not, they may be missing or wrong.
     labelled: bool = True
 
     @cached_property
     def sha256(self) -> str:
-        """The hash of the content (hex), as it was when this was first asked for."""
+        """The SHA-256 (hex) of the content when this property was first used."""
         return self.digest()
 
     def read(self) -> Iterator:
         """Yield all `rows`.
 
-        Raises DataError after the last one if the content has changed since its `sha256` was first
-        asked for: what was read may then be old or new.
+        Raises DataError after the last one if the content is no longer that of `sha256`: the rows
+        may then be of the old or of the new content.
         """
         before = self.sha256
         yield from self.rows()
@@ -56,20 +60,20 @@ class Source:
 
     @cached_property
     def golds(self) -> list[Example]:
-        """The questions to score by, without their paragraphs."""
+        """The questions and gold answers to score by, without the paragraphs."""
         return build_golds(self.read(), self.name)
 
 
 def open_source(source: str | os.PathLike, split: str, labelled: bool = True) -> Source:
-    """Find the data set `source`; nothing is parsed yet.
+    """Find the data set that `source` names; nothing is parsed yet.
 
-    `source` is one of
+    The name is one of
       - "synthetic:2000": 2,000 generated questions (the two splits use different seeds),
       - a .json file in the official nested layout, v1.1 or v2.0,
       - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
       - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict of splits),
       - a name on the Hugging Face hub, such as "squad_v2".
-    `labelled` is that of Source.
+    `labelled` is the Source's: whether gold answers are read.
     Raises DataError if there is no such data set, and on first use of the result if it is bad.
     """
     name = os.fspath(source)
@@ -88,9 +92,9 @@ def open_source(source: str | os.PathLike, split: str, labelled: bool = True) ->
         origin = saved_table(Path(name), split, wanted=" or ".join(OFFICIAL_NAMES[split]))
         return Source(name, origin.digest, lambda: flat_rows(origin.load(), name), labelled)
 
-    # A misspelt file in a folder that is there should not be looked for on the hub.
-    is_misspelt = name.endswith(".json") or os.path.isdir(os.path.dirname(name))
-    if is_hub_name(name) and not is_misspelt:
+    # What looks like a path is more likely misspelt than on the hub.
+    is_path = name.endswith(".json") or os.path.isdir(os.path.dirname(name))
+    if is_hub_name(name) and not is_path:
         origin = hub_table(name, split, "train.json and validation.json in SQuAD's format")
         return Source(name, origin.digest, lambda: flat_rows(origin.load(), name), labelled)
 

@@ -1,14 +1,14 @@
-"""A model's folder, which somebody else may have written: read as data, and checked before use.
+"""A model's folder, which somebody else may have written, is checked before anything loads it.
 
-transformers follows what a folder says: an index may name pickles and files elsewhere, a config may
-ask for code from the hub, for kernels or for a million layers. Training and answering therefore
-take a folder through this one door. Its weights are safetensors within the folder, of the names and
-sizes that its config says; a folder that this lab has kept holds the digests of its files as well
-(SHA256SUMS, for `sha256sum -c`), by which a flipped bit and an added file are found.
-`ModelFolder.files` lists what decides a model and its tokens, which is what identifies it.
+transformers does what a folder says: an index may name pickles and files elsewhere, a config may
+ask for code from the hub, for kernels or for a million layers. Whatever trains or answers therefore
+gets its ModelFolder from `inspect_checkpoint`, and hands that on. Weights must be safetensors
+within the folder; loading (model/load.py) checks that they have the names and sizes that the config
+says. A folder that this library has saved also holds the digests of its files (SHA256SUMS, in the
+format of `sha256sum -c`), which reveal a flipped bit or an added file.
 
-Looking needs no torch; loading (model/load.py) does. A folder is looked at once, by
-`inspect_checkpoint`, and the ModelFolder that this returns is handed on to whatever reads it.
+`ModelFolder.files` are the files that decide a model and its tokens; a model is identified by their
+hash (run/identity.py). Nothing here imports torch.
 """
 
 import contextlib
@@ -27,8 +27,8 @@ from qa_lib.spec.shapes import find_shape
 INDEX = "model.safetensors.index.json"
 SUMS = "SHA256SUMS"
 QUANTIZED = "quantized.safetensors"  # a name that transformers does not take for plain weights
-# What transformers reads of a folder beside its weights.
-READ = (
+# The files of a folder that transformers reads beside its weights.
+READ_PATTERNS = (
     "config.json",
     "generation_config.json",
     "tokenizer*.json",  # tokenizer.json may have a version in its name
@@ -42,8 +42,8 @@ READ = (
     "chat_template.jinja",
 )
 
-# What a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
-VOCABULARIES = (
+# The files that a tokenizer of transformers saves beside tokenizer.json and tokenizer_config.json.
+TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
@@ -54,55 +54,59 @@ VOCABULARIES = (
     "sentencepiece.bpe.model",
     "chat_template.jinja",
 )
+# All that a saved model's folder may have beside its weights: what save_pretrained writes, and the
+# digests.
 SAVED = (
     "config.json",
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
-    *VOCABULARIES,
+    *TOKENIZER_FILES,
     INDEX,
     SUMS,
-)  # with the weights, the names of all that save_pretrained writes, and the digests
+)
 
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model's folder that `inspect_checkpoint` has looked at."""
+    """A model's folder that `inspect_checkpoint` has checked."""
 
     path: Path
     # The content of config.json.
     config: dict
-    # The paths of its safetensors; none where it has a config alone.
+    # The paths of its safetensors; empty if the folder has a config alone.
     weights: list[Path]
 
     @property
     def files(self) -> list[Path]:
-        """The files that decide the model and its tokens: what READ names, and the weights."""
-        patterns = (*READ, INDEX)
-        named = {file for pattern in patterns for file in self.path.glob(pattern) if file.is_file()}
-        return sorted({*named, *self.weights})
+        """The files that decide the model and its tokens: what transformers reads of them."""
+        files = set(self.weights)
+        for pattern in (*READ_PATTERNS, INDEX):
+            files.update(file for file in self.path.glob(pattern) if file.is_file())
+        return sorted(files)
 
 
 def find_folder(name: str | Path) -> Path:
-    """Return the folder that a path or a name of the hub means.
+    """Return the folder of the model that a path or a name on the hub stands for.
 
-    A run's folder means the model/ in it. A model of the hub lies in the hub's cache afterwards,
-    and is looked at like any other folder. Raises UserError for a name that is neither, and where
-    the hub cannot be reached.
+    A run's folder stands for the model/ in it. A model on the hub is downloaded into the hub's
+    cache, and has yet to be checked like any other folder. Raises UserError for a name that is
+    neither, and if the hub cannot be reached.
     """
     folder = Path(name)
     if folder.exists():
         is_run = (folder / "model").is_dir() and not (folder / "config.json").exists()
         return folder / "model" if is_run else folder
+    # Imported here, since a path needs no hub.
     from huggingface_hub import snapshot_download
 
     try:
         snapshot = snapshot_download(
             str(name),
             allow_patterns=["*.json", "*.txt", "model*.safetensors"],
-            ignore_patterns=["*/*"],
+            ignore_patterns=["*/*"],  # in its folders are other formats of the weights
         )
-    except Exception as error:  # of the hub, the network or the disk
+    except Exception as error:  # whatever the hub, the network or the disk raises
         reason = f"{type(error).__name__}: {first_line(error)}"
         raise UserError(
             f"{name}: no such folder, and no model that the hub gives ({reason:.120})"
@@ -111,9 +115,10 @@ def find_folder(name: str | Path) -> Path:
 
 
 def inspect_source(source: str) -> ModelFolder | None:
-    """Inspect a model's folder; return None for "tiny", a shape and a name of the hub.
+    """Check the model's folder that `source` names; return None if it names no folder.
 
-    Raises UserError as `inspect_checkpoint` does.
+    Other sources are "tiny", a shape (spec/shapes.py) and a name on the hub. Raises UserError as
+    `inspect_checkpoint` does.
     """
     if source == "tiny" or find_shape(source) or not Path(source).is_dir():
         return None
@@ -121,14 +126,14 @@ def inspect_source(source: str) -> ModelFolder | None:
 
 
 def inspect_checkpoint(folder: Path) -> ModelFolder:
-    """Return what is in a model's folder, which may be read.
+    """Check a model's folder, and return what is in it.
 
     Raises UserError for a folder that has no config, is not what SHA256SUMS says, or asks for
     pickles, code or other folders' files.
     """
     if not folder.is_dir():
         raise UserError(f"{folder}: no such folder")
-    for path in folder.iterdir():  # pipes and devices never end
+    for path in folder.iterdir():  # reading a pipe or a device might never end
         if path.exists() and not path.is_file() and not path.is_dir():
             raise UserError(f"{folder}: {path.name} is neither a file nor a folder")
     if not (folder / "config.json").exists():
@@ -136,11 +141,13 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder}: config.json is no JSON object")
-    for key in {"quantization_config", "transformers_weights"} & config.keys():
+    refused = {"quantization_config", "transformers_weights"} & config.keys()
+    if refused:
         raise UserError(
-            f"{folder}: config.json has {key}; plain weights in model.safetensors are needed"
+            f"{folder}: config.json has {min(refused)}; plain weights in model.safetensors are "
+            "needed"
         )
-    # transformers would load an adapter, and its base from wherever it says.
+    # transformers would load an adapter, and its base model from wherever this file says.
     if (folder / "adapter_config.json").exists():
         raise UserError(
             f"{folder}: adapter_config.json; merge the adapter into the weights, "
@@ -152,15 +159,22 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
 
 
 def _weights(folder: Path) -> list[Path]:
-    """Return the paths of a folder's safetensors; UserError for an index that names other files."""
+    """Return the paths of a folder's safetensors, one file or those of its index.
+
+    Raises UserError for an index that names other files.
+    """
+    # transformers, too, takes the one file before an index.
     for name in (QUANTIZED, "model.safetensors"):
         if (folder / name).exists():
             return [folder / name]
     if not (folder / INDEX).exists():
         return []
     index = read_json(folder / INDEX)
-    parts = index.get("weight_map") if isinstance(index, dict) else None
-    names = sorted(set(map(str, parts.values()))) if isinstance(parts, dict) else ["nothing"]
+    weight_map = index.get("weight_map") if isinstance(index, dict) else None
+    if isinstance(weight_map, dict):
+        names = sorted({str(name) for name in weight_map.values()})
+    else:
+        names = ["nothing"]  # is refused below, in these words
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name) or not (folder / name).is_file():
             raise UserError(
@@ -172,10 +186,11 @@ def _weights(folder: Path) -> list[Path]:
 
 @contextlib.contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder to write a model into.
+    """Yield an empty folder to write a model into, which then takes the place of `folder`.
 
-    It takes the place of `folder` once it is whole, with its digests: nothing of a model that was
-    there before stays beside the new one. Raises RecordError for a folder that is a link.
+    It gets its digests before. Nothing of the old model stays beside the new one, and an error
+    while the new one is written leaves the old one as it was. Raises RecordError for a folder that
+    is a link.
     """
     folder = writable_folder(folder).absolute()
     with tempfile.TemporaryDirectory(
@@ -186,21 +201,21 @@ def replacing(folder: Path) -> Iterator[Path]:
         yield new
         write_digests(new)
         if folder.exists():
-            folder.rename(Path(work, "old"))
+            folder.rename(Path(work, "old"))  # and it is deleted with `work`
         new.rename(folder)
 
 
 def write_digests(folder: Path) -> None:
-    """Write SHA256SUMS over the files of a model that was saved."""
+    """Write the digests of a saved model's files into SHA256SUMS."""
     paths = sorted(path for path in folder.iterdir() if path.is_file() and path.name != SUMS)
     lines = [f"{sha256_of(path)}  {path.name}\n" for path in paths]
     (folder / SUMS).write_text("".join(lines))
 
 
-def _check_digests(folder: Path, read: list[Path]) -> None:
-    """Raise UserError where a file is not what SHA256SUMS says, or is `read` and not in that list.
+def _check_digests(folder: Path, model_files: list[Path]) -> None:
+    """Raise UserError if a file differs from its digest, or one of `model_files` has none.
 
-    Without the list there is nothing to check. That a file is missing is for its reader to say.
+    A folder without SHA256SUMS passes. A file that is missing is for its reader to report.
     """
     if not (folder / SUMS).is_file():
         return
@@ -209,7 +224,7 @@ def _check_digests(folder: Path, read: list[Path]) -> None:
         digest, _, name = line.partition("  ")
         digests[name] = digest
     for path in sorted(folder.iterdir()):
-        if path in read and path.name not in digests:
+        if path in model_files and path.name not in digests:
             raise UserError(
                 f"{folder}: {path.name} was added after the folder was saved; "
                 f"whoever did deletes {SUMS}"
@@ -223,8 +238,9 @@ def _check_digests(folder: Path, read: list[Path]) -> None:
 
 @lru_cache(1000)
 def _sha256(path: Path, _changed_ns: int) -> str:
-    """Return a file's SHA-256, computed once for each time that the file was changed.
+    """Return a file's SHA-256.
 
-    A folder is looked at several times.
+    A process may check the same folder several times. The time of the file's last change is a
+    parameter so that the cache returns no digest of an older content.
     """
     return sha256_of(path)

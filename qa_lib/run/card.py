@@ -1,8 +1,11 @@
-"""The card of a kept model, which a run writes beside the weights: the model says what it is.
+"""The card of a kept model, and its scores in the hub's format of evaluation results.
 
-The card is README.md, all of it from the record. Its metadata names base model and data where these
-are of the Hugging Face hub, and has the scores as `model-index`. For data of the hub they stand in
-.eval_results/ as well, the hub's evaluation results, by which it lists models at a data set.
+A run writes both beside the weights when it keeps its model (fit.py), and the verb `push` writes
+them anew. All that they say comes from the run's record, which is `entry` here.
+
+The card is README.md. Its metadata has the scores as `model-index`, and names the base model and
+the data if these are on the Hugging Face hub. For data on the hub, the scores are in .eval_results/
+as well: the hub reads them there when it lists models on the page of a data set.
 """
 
 import re
@@ -24,22 +27,26 @@ from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import VARIANTS
 
 RESULTS = ".eval_results"  # folder of the hub's evaluation results
-CARD = "README.md"  # not in SHA256SUMS: its owner may well write more into it
+CARD = "README.md"  # has no digest in SHA256SUMS, so that its owner can add to it
+COMMIT_DIGITS = 40  # of a revision that is a commit of the hub; another revision has fewer
 TEMPLATE = Path(__file__).with_name("model_card.md")
 
 
 def check_own(folder: Path, run_id: str) -> None:
-    """Check that saving the run's model into `folder` replaces no other model.
+    """Check that `folder`, which the run will replace by its model, has nothing of anybody else.
 
-    Raises UserError for a folder with files that does not say that it is that run's.
+    Raises UserError for a folder with files, unless it is a saved model (it has digests) whose card
+    names the run.
     """
     if not folder.is_dir() or not any(folder.iterdir()):
         return
-    card = folder / CARD  # models of an older version have none
+    is_saved_model = (folder / SUMS).is_file()
+    card = folder / CARD
+    # Older versions saved no card, so that a model without one may be this run's.
     names_run = True
     if card.is_file():
         names_run = run_id in card.read_text(encoding="utf-8", errors="replace")
-    if not (folder / SUMS).is_file() or not names_run:
+    if not is_saved_model or not names_run:
         raise UserError(
             f"{folder} does not name run {run_id}, and would be replaced by what it saves: "
             "move it elsewhere"
@@ -47,25 +54,25 @@ def check_own(folder: Path, run_id: str) -> None:
 
 
 def write_card(folder: Path, entry: dict) -> None:
-    """Write into a model's folder its card and, for data of the hub, the evaluation results.
+    """Write a model's card into its folder and, for data on the hub, the evaluation results.
 
     Raises RecordError when the disk is full.
     """
-    card = model_card(entry, eval_results(entry))
-    write_atomically(folder / CARD, f"{card}\n")
-    for name, content in results_files(entry).items():
+    write_atomically(folder / CARD, f"{model_card(entry)}\n")
+    for path, content in results_files(entry).items():
         writable_folder(folder / RESULTS)
-        write_atomically(folder / name, content)
+        write_atomically(folder / path, content)
 
 
 def results_files(entry: dict) -> dict[str, bytes]:
-    """Return the file of a run's evaluation results, by its path in the model's folder.
+    """Return the evaluation results of a run as {path in the model's folder: content}.
 
-    There is none for data that is not of the hub.
+    This is one file, or none for data that is not on the hub.
     """
     _, data = hub_names(entry)
     if not data:
         return {}
+    # As in Salesforce/wikitext:wikitext-2-v1.
     name, _, config = data.partition(":")
     entries = []
     for result in eval_results(entry):
@@ -78,41 +85,49 @@ def results_files(entry: dict) -> dict[str, bytes]:
                 notes=result.metric_name,
             )
         )
-    # Others than letters, digits and "-_." are in a record that somebody else has written.
-    file = re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])[:96]
-    return {f"{RESULTS}/{file}.yaml": yaml_dump(eval_result_entries_to_yaml(entries)).encode()}
+    # The name becomes a file's. It may be of any length and characters in a record that somebody
+    # else has written.
+    stem = re.sub(r"[^\w.-]", "-", name.rpartition("/")[2])[:96]
+    content = yaml_dump(eval_result_entries_to_yaml(entries))
+    return {f"{RESULTS}/{stem}.yaml": content.encode()}
 
 
 def hub_names(entry: dict) -> tuple[str | None, str | None]:
-    """Return the names on the hub of a run's base model and data; None for what is not there.
+    """Return the hub's names of a run's base model and of its data, each None if not on the hub.
 
-    A record shows that: folders go by the last part of their path, and a model's revision has 12
-    digits unless it is a commit of the hub.
+    A record has names without places; the form of its entries tells where they are from.
     """
     model = entry["model"]
-    is_hub_model = model["revision"] == "main" or len(model["revision"]) == 40
+    # The revision is "main" when the hub could not be reached. Models of other places have a hash.
+    is_hub_model = model["revision"] == "main" or len(model["revision"]) == COMMIT_DIGITS
+    model_name = model["name"] if is_hub_model else None
+
     data = entry["data"]["name"]
-    is_presets_own = data == entry["spec"]["preset"]["data"]
-    is_hub_data = "/" in data or (is_presets_own and not data.startswith("synthetic:"))
-    return model["name"] if is_hub_model else None, data if is_hub_data else None
+    # A folder is recorded by the last part of its path, so that a slash is that of OWNER/NAME. A
+    # preset names only data that is generated or on the hub, perhaps without an owner.
+    is_of_preset = data == entry["spec"]["preset"]["data"]
+    is_hub_data = "/" in data or (is_of_preset and not data.startswith("synthetic:"))
+    data_name = data if is_hub_data else None
+
+    return model_name, data_name
 
 
 def eval_results(entry: dict) -> list[EvalResult]:
     """Return the scores of a run that the hub has names for."""
-    card = TASKS[entry["task"]["name"]].card
+    hub_card = TASKS[entry["task"]["name"]].card
     data = entry["data"]["name"]
     results = []
-    for name, kind in card.metrics.items():
+    for name, hub_metric in hub_card.metrics.items():
         value = entry["quality"][name]
         if value is None:
             continue
         results.append(
             EvalResult(
-                task_type=card.pipeline_tag,
+                task_type=hub_card.pipeline_tag,
                 dataset_type=data,
                 dataset_name=data,
                 dataset_split="validation",
-                metric_type=kind,
+                metric_type=hub_metric,
                 metric_name=name,
                 metric_value=round(value, 4),
             )
@@ -120,18 +135,19 @@ def eval_results(entry: dict) -> list[EvalResult]:
     return results
 
 
-def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
-    """Return the card of the model that a run has kept, by its record and these scores."""
-    card = TASKS[entry["task"]["name"]].card
-    base, data = hub_names(entry)
+def model_card(entry: dict) -> ModelCard:
+    """Return the card of the model that a run has kept."""
+    hub_card = TASKS[entry["task"]["name"]].card
+    hub_model, hub_data = hub_names(entry)
     metadata = ModelCardData(
-        base_model=base,
-        datasets=[data.partition(":")[0]] if data else data,
-        pipeline_tag=card.pipeline_tag,
+        base_model=hub_model,
+        datasets=[hub_data.partition(":")[0]] if hub_data else None,
+        pipeline_tag=hub_card.pipeline_tag,
         library_name="transformers",
         model_name=entry["run_id"],
-        eval_results=results,
+        eval_results=eval_results(entry),
     )
+    # A record of another version may have a variant that is not in this one.
     variant = VARIANTS.get(entry["spec"]["variant"])
     return ModelCard.from_template(
         metadata,
@@ -140,5 +156,6 @@ def model_card(entry: dict, results: list[EvalResult]) -> ModelCard:
         base=entry["model"]["name"],
         data=entry["data"]["name"],
         why=variant.why if variant else "of another version",
-        **vars(card),
+        purpose=hub_card.purpose,
+        loader=hub_card.loader,
     )

@@ -1,19 +1,21 @@
 """Run a question-answering model over samples, and answer a file or a single question with it.
 
-Inference needs no gradients, so that a batch may be as large as the memory lets it, and each may
-have a shape of its own. Windows are therefore sorted by length and put together by tokens, not by
-number: a batch is padded to its longest window only, and where SQuAD's windows fill 180 of 384
-tokens on average, half of the work falls away, by the same reasoning as in variant A4. Sorting
-changes the order of the results; each row of logits is returned with the number of the window that
-it belongs to, and nothing after this file goes by position. Variant A4-b shows what happens if
-something does.
+Inference needs no gradients, so that a batch may be as large as memory allows, and each batch may
+have a shape of its own. Windows are therefore sorted by length, and a batch takes as many as fit a
+number of tokens. It is padded only to its longest window: where SQuAD's windows fill 180 of 384
+tokens on average, this saves half of the work, as variant A4 does in training.
 
-A checkpoint is a folder that somebody else may have written; model/hf_checkpoint.py says what is
-believed of it. The app asks one question at a time (`ask`): a checkpoint is loaded once, and kept
-with a few others.
+Sorting changes the order of the results. Each row of logits comes with the number of its window,
+and whatever uses the rows goes by that number and not by position. Variant A4-b shows what happens
+otherwise.
+
+A checkpoint is a folder that somebody else may have written, and is checked before it is loaded
+(model/hf_checkpoint.py). The app asks one question at a time (`ask`), so that a few checkpoints
+stay in memory.
 """
 
 import dataclasses
+import math
 import time
 from dataclasses import dataclass
 from functools import lru_cache
@@ -38,21 +40,26 @@ from qa_lib.score.decode import LOWEST, Answers, decode
 from qa_lib.spec.presets import ANSWER_TOKENS, MOST, stride_of, whole_number
 
 INPUTS = ("input_ids", "attention_mask", "token_type_ids")
-# cuDNN's is left out: it is prepared anew for each batch's shape, which takes longer than the
+# Without cuDNN's kernel, which is prepared anew for each batch's shape: that takes longer than the
 # batch.
 KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-LOADED = 4  # models that `ask` keeps in memory
-# The names of a trained model's config for the tokens of its windows, and of their overlap.
+
+# Keys that training adds to a model's config: the tokens of a window, those that neighbouring
+# windows share, and the most tokens of an answer.
 WINDOW = ("window_tokens", "window_stride")
-ANSWER = "max_answer_length"  # its name for the tokens of an answer, at most
-# Windows that `ask` reads for a question. The longest paragraph and a question of a sentence take
-# some 400.
+ANSWER = "max_answer_length"
+
+# Limits of `ask`.
+MODELS_IN_MEMORY = 4
+# Windows of one question. The longest paragraph and a question of a sentence have some 400.
 MOST_WINDOWS = 2_000
-# Tokens of a forward pass of `ask`: on two cores BERT-base answers the quicker, the more alike the
-# windows of a pass are.
-BATCH_TOKENS = 1_024
-THREADS = torch.get_num_threads()
-SMALL_MODEL = 10_000_000  # parameters of a model below which one thread is quicker than several
+# Tokens of a forward pass. Few, so that its windows are alike in length: on two cores BERT-base
+# then answers sooner.
+ASK_BATCH_TOKENS = 1_024
+# A model with fewer parameters answers sooner with one thread than with several: beside busy cores
+# the tiny model took 2 ms with one thread and 175 ms with two.
+SMALL_MODEL = 10_000_000
+THREADS = torch.get_num_threads()  # for a larger model
 
 
 def predict_logits(
@@ -64,20 +71,20 @@ def predict_logits(
     dtype: torch.dtype = torch.float32,
     progress: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the logits of all n windows, in any order, with their numbers.
+    """Return (ids, start, end): the logits of all n windows, and the window of each row.
 
-    The results are sample ids int64 [n] on the CPU, and start and end logits float32 [n, longest
-    window] on `device`.
+    - ids: int64 [n] on the CPU; row r of the logits is that of window ids[r].
+    - start, end: float32 [n, longest window] on `device`. Beyond the window's length they are NaN,
+      so that `decode` refuses rows that are given to other windows.
 
-    `model` is called like `BertForQuestionAnswering`, in eval mode and on `device` already. Batches
-    hold windows of similar length, longest first, of at most `batch_tokens` tokens with padding
-    (None: as many as `tokens_at_once`), and are padded to their longest window, rounded up to a
-    multiple of 8. Another `dtype` than float32 is that of autocast. Row r belongs to window ids[r];
-    beyond that window's length the logits are NaN, so that rows given to other windows do not pass
-    `decode`.
+    `model` is called like `BertForQuestionAnswering`, and is in eval mode and on `device` already.
+    A batch has at most `batch_tokens` tokens with padding (None: as many as `tokens_at_once`). If
+    `dtype` is not float32, the model runs under autocast to it.
     """
     batches = _batches(samples, batch_tokens or tokens_at_once(device))
-    start, end = torch.full((2, len(samples), samples.lengths.max()), torch.nan, device=device)
+    longest = int(samples.lengths.max())
+    start = torch.full((len(samples), longest), torch.nan, device=device)
+    end = torch.full_like(start, torch.nan)
     autocast = torch.autocast(torch.device(device).type, dtype, enabled=dtype != torch.float32)
     done = 0  # rows that are filled
     with torch.inference_mode(), sdpa_kernel(KERNELS), autocast:
@@ -89,19 +96,21 @@ def predict_logits(
                     inputs[name] = torch.from_numpy(batch[name]).to(device)
             output = model(**inputs)
 
-            width = min(width, start.shape[1])
+            kept = min(width, longest)  # a batch may be padded beyond the longest window
             rows = slice(done, done + len(windows))
-            is_padding = torch.from_numpy(batch["attention_mask"][:, :width] == 0).to(device)
-            start[rows, :width] = output.start_logits[:, :width].masked_fill(is_padding, torch.nan)
-            end[rows, :width] = output.end_logits[:, :width].masked_fill(is_padding, torch.nan)
+            is_padding = torch.from_numpy(batch["attention_mask"][:, :kept] == 0).to(device)
+            start[rows, :kept] = output.start_logits[:, :kept].masked_fill(is_padding, torch.nan)
+            end[rows, :kept] = output.end_logits[:, :kept].masked_fill(is_padding, torch.nan)
             done += len(windows)
     ids = np.concatenate([windows for windows, _ in batches])
     return torch.from_numpy(ids), start, end
 
 
 def tokens_at_once(device: torch.device | str) -> int:
-    """Return how many tokens a forward pass takes: more on a GPU with 32 GiB free, which waits less
-    for launches when passes are fewer."""
+    """Return how many tokens a forward pass takes.
+
+    A GPU with more than 32 GiB free takes more: with fewer passes it waits less for launches.
+    """
     if torch.device(device).type != "cuda":
         return 16_384
     free, _ = torch.cuda.mem_get_info(device)
@@ -111,22 +120,23 @@ def tokens_at_once(device: torch.device | str) -> int:
 def _batches(samples: Samples, batch_tokens: int) -> list[tuple[np.ndarray, int]]:
     """Return all windows in batches, longest first, each with the length to pad to.
 
-    A batch has at least one window, and at most `batch_tokens` tokens if it has more.
+    That is the length of the batch's longest window, rounded up to a multiple of 8. A batch has at
+    least one window, and at most `batch_tokens` tokens if it has more.
     """
     batches = []
     lengths = samples.lengths
-    left = np.argsort(-lengths, kind="stable")
-    while len(left):
-        rounded = -(-int(lengths[left[0]]) // 8) * 8
-        width = min(samples.max_length, rounded)
+    remaining = np.argsort(-lengths, kind="stable")
+    while len(remaining):
+        longest = int(lengths[remaining[0]])
+        width = min(samples.max_length, math.ceil(longest / 8) * 8)
         size = max(1, batch_tokens // width)
-        batches.append((left[:size], width))
-        left = left[size:]
+        batches.append((remaining[:size], width))
+        remaining = remaining[size:]
     return batches
 
 
 def load_qa_model(folder: str | Path) -> tuple:
-    """Return the model, in eval mode, and the tokenizer that `save_pretrained` wrote to `folder`.
+    """Return the model in eval mode and the tokenizer that `save_pretrained` wrote to `folder`.
 
     Raises UserError if the folder holds no question-answering model like BERT's in safetensors, if
     config, weights and tokenizer do not belong together, or if it asks for code, pickles, kernels
@@ -136,9 +146,11 @@ def load_qa_model(folder: str | Path) -> tuple:
 
     folder = Path(folder)
     found = inspect_checkpoint(folder)
-    kinds = str(found.config.get("architectures"))
-    if "ForQuestionAnswering" not in kinds:
-        raise UserError(f"{folder}: not a question-answering model (architectures: {kinds[:80]})")
+    architectures = str(found.config.get("architectures"))
+    if "ForQuestionAnswering" not in architectures:
+        raise UserError(
+            f"{folder}: not a question-answering model (architectures: {architectures[:80]})"
+        )
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.txt")):
         raise UserError(f"{folder}: no tokenizer (tokenizer.json or vocab.txt)")
     if not found.weights:
@@ -152,22 +164,22 @@ def load_qa_model(folder: str | Path) -> tuple:
 
 
 def answering_device(model) -> str:
-    """Return the device that a model answers on: the GPU, if there is one, but for quantized
-    weights the CPU, which they are made for."""
-    if hasattr(model.config, "quantized"):
+    """Return the device that a model answers on: a GPU if there is one, else the CPU."""
+    if hasattr(model.config, "quantized"):  # for the CPU alone (model/qat.py)
         return "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def window_lengths(model) -> tuple[int, int]:
-    """Return the tokens of a window and of its overlap.
+    """Return how many tokens a window has, and how many neighbouring windows share.
 
-    These are what the model was trained with, where its config says so, or else the reference
-    script's 384 and 128; or what a model with fewer positions allows.
+    They are those of the model's training if its config has them, else the reference script's 384
+    and 128. Both are reduced to what the model's positions allow.
     """
     length_name, stride_name = WINDOW
     max_length = getattr(model.config, length_name, None)
     stride = getattr(model.config, stride_name, None)
+    # The config may have anything there. A bool is no number here, but an instance of int.
     are_numbers = type(max_length) is int and type(stride) is int
     if not are_numbers or not 0 <= stride < max_length:
         max_length = 384
@@ -179,8 +191,8 @@ def window_lengths(model) -> tuple[int, int]:
 def answer_tokens(model, wanted: int | None = None) -> int:
     """Return the most tokens that an answer may have.
 
-    These are as many as are wanted, else as the model's config says, where it was trained here,
-    else the reference script's 30. Raises SpecError for a wanted number that cannot be.
+    That is `wanted` if given, else the number of the model's training if its config has it, else
+    the reference script's 30. Raises SpecError if `wanted` is no whole number from 1.
     """
     if wanted is not None:
         return whole_number(ANSWER, wanted, 1)
@@ -191,15 +203,15 @@ def answer_tokens(model, wanted: int | None = None) -> int:
 
 
 def asked(question: str, context: str) -> Source:
-    """Return a source of one question about a paragraph, both of which somebody typed."""
+    """Return the source whose only row is a question about a paragraph, as somebody typed them."""
     row = Row(
         article="what was asked",
         title="",
         paragraph={"context": context},
         question={"id": "0", "question": question},
     )
-    # It is never cached, so that its hash, which `str` gives, may be empty.
-    return Source("what was asked", digest=str, rows=lambda: [row], labelled=False)
+    # Its hash may be empty, since its samples are never cached.
+    return Source("what was asked", digest=lambda: "", rows=lambda: [row], labelled=False)
 
 
 @dataclass(frozen=True)
@@ -216,7 +228,7 @@ class Model:
 def load_answerer(folder: Path, max_answer_length: int | None = None) -> Model:
     """Load the checkpoint in `folder` onto the device that it answers on.
 
-    Raises UserError as load_qa_model does, and SpecError for a length that cannot be.
+    Raises UserError as load_qa_model does, and SpecError as answer_tokens does.
     """
     model, tokenizer = load_qa_model(folder)
     max_length, stride = window_lengths(model)
@@ -233,13 +245,12 @@ def load_answerer(folder: Path, max_answer_length: int | None = None) -> Model:
 def ask(
     folder: str | Path, question: str, context: str, max_answer_length: int | None = None
 ) -> dict:
-    """Answer a question about a paragraph with the checkpoint in `folder`, or of the run there:
-    ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"].
+    """Answer a question about a paragraph with a checkpoint, and return what `answer` does.
 
-    The result is that of `answer`. The checkpoint is loaded if it is not in memory as it is on the
-    disk. An answer has at most `max_answer_length` tokens, by default as many as the model's
-    answers had in training, or 30. Raises UserError for what load_qa_model refuses, and what
-    `answer` raises.
+    For example: ask("my-model", "Who came?", "Alice came.")["nbest"][0]["text"]. `folder` is the
+    checkpoint's, its run's, or a name on the hub. It is loaded if it is not in memory, or has
+    changed on the disk since. `max_answer_length` is as for `answer_tokens`. Raises UserError for
+    what load_qa_model refuses, and what `answer` raises.
     """
     expect_folder("folder", folder)
     expect("question", question, str, "give a text")
@@ -247,7 +258,6 @@ def ask(
     folder = find_folder(folder)
     written = [path.stat().st_mtime_ns for path in folder.glob("*.safetensors")]
     loaded = _loaded(folder, max(written, default=0))
-    # Beside busy cores the tiny model took 175 ms with two threads and 2 with one.
     is_small = loaded.model.num_parameters() < SMALL_MODEL
     torch.set_num_threads(1 if is_small else THREADS)
     if max_answer_length is not None:
@@ -256,14 +266,16 @@ def ask(
     return answer(loaded, question, context)
 
 
-@lru_cache(LOADED)
+@lru_cache(MODELS_IN_MEMORY)
 def _loaded(folder: Path, written: int) -> Model:
-    """Load the checkpoint in `folder`, whose weights were `written` then (ns).
+    """Return the loaded checkpoint of `folder`, whose weights were `written` at that time (ns).
 
-    A run that is done again overwrites its weights, which are then loaded anew.
+    The time is a parameter for the cache: a run that is done again overwrites its weights, which
+    are then loaded anew.
     """
     loaded = load_answerer(folder)
-    # Answer a short and a long paragraph, so that no asker waits for what happens the first time.
+    # The first forward passes are slow. Answer a short and a long paragraph now, so that no user
+    # waits for them.
     answer(loaded, "who", "she ")
     answer(loaded, "who", "she " * (4 * loaded.max_length))
     return loaded
@@ -298,8 +310,10 @@ def answer(loaded: Model, question: str, context: str) -> dict:
             f"in {len(samples):,} pieces"
         )
     tokenized = time.perf_counter()
-    logits = predict_logits(loaded.model, samples, loaded.model.device, batch_tokens=BATCH_TOKENS)
-    ids, start, end = (rows.cpu() for rows in logits)  # waits for the GPU
+    logits = predict_logits(
+        loaded.model, samples, loaded.model.device, batch_tokens=ASK_BATCH_TOKENS
+    )
+    ids, start, end = (tensor.cpu() for tensor in logits)  # waits for the GPU, so in its time
     predicted = time.perf_counter()
     answers = decode(
         samples, source.examples, ids, start, end, max_answer_length=loaded.max_answer_length
@@ -308,7 +322,7 @@ def answer(loaded: Model, question: str, context: str) -> dict:
     decoded = time.perf_counter()
     odds = answers.null_odds[example.id]
     return {
-        "margin": odds if odds < -LOWEST else None,
+        "margin": odds if odds < -LOWEST else None,  # -LOWEST stands for infinity
         "nbest": nbest,
         "windows": len(samples),
         "window_tokens": loaded.max_length,
@@ -321,9 +335,9 @@ def answer(loaded: Model, question: str, context: str) -> dict:
 
 
 def answers_to(source: Source, loaded: Model, cache=None, progress: bool = False) -> Answers:
-    """Return the answers to a source's questions, on the device that the model is on.
+    """Return the model's answers to all questions of a source.
 
-    `cache` is that of build_samples.
+    `cache` is as for build_samples.
     """
     samples = build_samples(source, loaded.tokenizer, loaded.max_length, loaded.stride, cache)
     logits = predict_logits(loaded.model, samples, loaded.model.device, progress=progress)

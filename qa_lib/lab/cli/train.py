@@ -1,4 +1,8 @@
-"""The verbs that train: quickstart, run, sweep, tune. Each function returns the parser of one."""
+"""The verbs that train: quickstart, run, sweep, tune.
+
+Each function returns the parser of one verb. What a verb runs is imported in `load_main`, and only
+after its options are found right (parser.py).
+"""
 
 from qa_lib.lab.cli import options, values
 from qa_lib.lab.cli.parser import Main, Parser
@@ -77,12 +81,13 @@ def sweep_parser() -> Parser:
         ],
         load_main=load_main,
     )
+    # An option and not positional, as in `tune`: without it, a sweep runs all variants.
     options.add_list(
         parser,
         "--variants",
         values.variant,
         metavar="VARIANT",
-        help="these alone (default: all of the preset's task)",
+        help="run only these (default: all of the preset's task)",
     )
     options.add_family(parser)
     options.add_preset(parser)
@@ -96,20 +101,20 @@ def sweep_parser() -> Parser:
         "--launcher",
         choices=["local", "slurm"],
         default="local",
-        help="where runs go (default: local)",
+        help="run on this machine or by Slurm (default: local)",
     )
     parser.add_argument(
         "--shared-gpu",
         action="store_true",
         help="runs on one GPU train at once, and record no times",
     )
-    parser.add_argument("--plan", action="store_true", help="say what would run, and run nothing")
+    parser.add_argument("--plan", action="store_true", help="print what would run, and run nothing")
     options.add_force(parser)
     parser.add_argument(
         "--on-finish",
         type=values.text,
         metavar="COMMAND",
-        help="run by the shell at the end, however the sweep ends",
+        help="what the shell runs at the end, however the sweep ends",
     )
     options.add_compile_cache(parser)
     return parser
@@ -144,7 +149,7 @@ def tune_parser() -> Parser:
         "--learning-rate",
         values.learning_rate,
         metavar="X",
-        help="rates to try, before a recipe's factor (default: the preset's)",
+        help="rates to try; a recipe may multiply them (default: the preset's)",
         default=[],
     )
     options.add_list(

@@ -1,30 +1,38 @@
-"""What a warm process has imported (see warm.py), and whether that has touched the GPU."""
+"""The slow imports of a run, which the fork server of warm.py makes once for all processes.
 
-import contextlib
+Importing this module is its purpose. `TOUCHED` tells whether an import has initialized CUDA.
+"""
+
 import ctypes
 import signal
 
-# Ctrl-C is the sweep's to tell, not an import's.
-_ordinary = signal.signal(signal.SIGINT, signal.SIG_IGN)
+# Ctrl-C reaches all processes of a terminal. The sweep reports it; the imports here ignore it.
+_handler_before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
+# For a notebook and its kernel.
 import ipykernel.kernelapp  # noqa: E402, F401
 import matplotlib.pyplot  # noqa: E402, F401
 import papermill.cli  # noqa: E402, F401
 import seaborn  # noqa: E402, F401
 
+# For the run itself: PyTorch, transformers and the library.
 import qa_lib.run.fit  # noqa: E402, F401
 
-signal.signal(signal.SIGINT, _ordinary)
+signal.signal(signal.SIGINT, _handler_before)
 
-NOT_INITIALIZED = 3  # CUresult
+CUDA_ERROR_NOT_INITIALIZED = 3  # a CUresult of CUDA's driver
 
 
 def _is_cuda_initialized() -> bool:
     """Return whether CUDA's driver is initialized in this process."""
-    with contextlib.suppress(OSError):  # there is no driver
+    try:
         driver = ctypes.CDLL("libcuda.so.1")
-        return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_INITIALIZED
-    return False
+    except OSError:  # there is no driver
+        return False
+    # A call that changes nothing, for its status.
+    count = ctypes.c_int()
+    status = driver.cuDeviceGetCount(ctypes.byref(count))
+    return status != CUDA_ERROR_NOT_INITIALIZED
 
 
 # After CUDA's driver is initialized, no process forked from this one can use a GPU.

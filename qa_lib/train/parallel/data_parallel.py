@@ -1,9 +1,9 @@
-"""Several processes that make one step together, one a GPU (the variants of family P).
+"""Data parallelism: several processes, one for each GPU, make one step together (family P).
 
-Data parallelism: every process has the model, computes the gradients of its share of a step's
-micro-batches, and all average them before they update their weights, which therefore stay equal.
-That is the step of one process, in less time, plus what the averaging takes. The variants differ in
-how they do it:
+Every process has the model and computes the gradients of its share of a step's micro-batches. All
+processes average their gradients before they update their weights, which therefore stay equal. The
+result is that of one process, in less time, apart from the time that the averaging takes. The
+variants differ in how they average. `STRATEGIES` in train/loop.py has the class of each:
 
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes
   others (variant P1). `ddp-bf16` sends them in bf16 (variant P1-bf16).
@@ -14,13 +14,13 @@ how they do it:
 - `zero1` (ZeRO-1): each process updates a share of the weights, and sends it to the others (variant
   P-zero1, zero1.py).
 - `zero1-overlap`: `ddp-overlap` and `zero1` together (variant P-overlap-zero1).
-- `fsdp2` (ZeRO-3, Zhao et al. 2023): the weights are in shares, too, and each layer gathers its own
-  when it needs them (variant P-fsdp).
+- `fsdp2` (ZeRO-3, Zhao et al. 2023): each process keeps only a share of the weights, too, and each
+  layer gathers its weights when it needs them (variant P-fsdp).
 
-Process r of n takes micro-batches r, r + n, ... of the step's list, which follows from seed and
-step whatever n is: a run that four began can go on with two. Where the model itself is divided
-(pipeline.py, tensor.py), the processes that have one model between them are a replica, and n counts
-replicas.
+Process r of n takes micro-batches r, r + n, ... of the step's list. The list follows from seed and
+step and not from n, so that a run of four processes can go on with two. Where the model itself is
+divided (pipeline.py, tensor.py), the processes that share one copy of it are a replica, and n is
+the number of replicas.
 """
 
 import contextlib
@@ -39,26 +39,27 @@ from qa_lib.spec.settings import Settings
 from qa_lib.train.compile import compiled
 from qa_lib.train.parallel.process_group import ProcessGroup
 
-# How DDP is told to leave buffers alone in a forward pass; PyTorch 2.13 has the first name.
+# DDP's option that copies buffers to all processes in a forward pass. PyTorch 2.13 renamed it.
 _DDP_OPTIONS = signature(DistributedDataParallel).parameters
-SYNC_BUFFERS = "forward_sync_buffers"
-if SYNC_BUFFERS not in _DDP_OPTIONS:
-    SYNC_BUFFERS = "broadcast_buffers"
+_NEW_NAME = "forward_sync_buffers"
+SYNC_BUFFERS = _NEW_NAME if _NEW_NAME in _DDP_OPTIONS else "broadcast_buffers"
 
 
 class NoParallel:
-    """One process that shares nothing; the base of the ways to share.
+    """Training by one process alone; the base class of the ways to train with several.
 
-    It is made when the model is on its device, and before the optimizer, which updates
-    `parameters`.
+    Its methods are what the training loop calls around the passes of a step. A subclass overrides
+    those in which it differs. An instance is made when the model is on its device, and before the
+    optimizer, which updates `parameters`.
     """
 
-    # A function that makes all of a step's passes, for a way that does not take one micro-batch
-    # after the other.
+    # A method that makes all forward and backward passes of a step; None where the training loop
+    # makes them, one micro-batch after the other.
     forward_backward = None
-    # The square norm of the gradients that this process has made in a step, where it is known.
+    # The square norm of the gradients that this process has computed in a step, before they are
+    # averaged. `reduce_grads` sets it and `global_norm` takes it; None where it is not known.
     local_square_norm = None
-    # Whether all processes draw the same random numbers.
+    # Whether all processes draw the same random numbers: they compute on the same samples.
     draws_alike = False
 
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup, settings: Settings):
@@ -68,7 +69,7 @@ class NoParallel:
         self.parameters = [p for p in model.parameters() if p.requires_grad]
 
     def wrapped(self, forward: torch.nn.Module) -> torch.nn.Module:
-        """Return what is called for a forward pass, compiled."""
+        """Return the module that a forward pass calls: `forward`, compiled."""
         return compiled(forward, self.settings)
 
     def begin(self) -> None:
@@ -77,7 +78,7 @@ class NoParallel:
     def micro_batch(self, last: bool):
         """Return a context around forward and backward pass of a micro-batch.
 
-        `last` says that no other follows in the step.
+        `last` is whether it is the step's last one.
         """
         return contextlib.nullcontext()
 
@@ -90,11 +91,12 @@ class NoParallel:
         """Let all processes know whether one has found an overflow, after unscaling."""
 
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
-        """Return the norm of all gradients from the norm of those that this process has.
+        """Return the norm of all gradients from `norm`, that of this process's optimizer.
 
         Notes it beside `local_square_norm`, for the noise scale (train/grad_noise.py).
         """
-        # In fp16 the loss's scale is on the gradients of which `local_square_norm` was taken.
+        # In fp16 the two cannot be compared: `local_square_norm` is of gradients that still have
+        # the factor of the loss's scaling, `norm` of unscaled ones.
         is_scaled = self.settings.precision == "fp16"
         if self.local_square_norm is not None and not is_scaled:
             self.ranks.stats.note_norms(self.local_square_norm, norm.square())
@@ -102,46 +104,51 @@ class NoParallel:
         return norm
 
     def all_gather_params(self) -> None:
-        """Give every process all the weights, after the update."""
+        """Give every process all the weights, at the end of each step."""
 
     def finish(self) -> None:
-        """Give every process all the weights, if they have not come.
+        """Give every process all the weights, where `all_gather_params` puts that off.
 
-        This follows the last step, and precedes a checkpoint.
+        The training loop calls this after the last step, and before a checkpoint.
         """
 
     def place(self, number: int) -> int:
-        """Return the number of one of `parameters` among those that a process alone would train."""
+        """Return the number that one of `parameters` would have if one process trained alone."""
         return number
 
     def gather(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Return optimizer state of a parameter the way one process alone would have it.
+        """Return optimizer state of a parameter as it would be if one process trained alone.
 
         All processes call this together.
         """
-        return gather(state)
+        return gather(state)  # the function below
 
     def shard(self, state: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
         """Undo `gather`, for a parameter of this process's optimizer."""
-        return shard(state, parameter) if state.shape == parameter.shape else state
+        if state.shape != parameter.shape:  # a step count, which has the same value for all
+            return state
+        return shard(state, parameter)  # the function below
 
 
 class DDP(NoParallel):
-    """PyTorch's DistributedDataParallel; with accumulation, the last micro-batch reduces.
+    """PyTorch's DistributedDataParallel.
 
-    `ddp-bf16` casts gradients to bf16 on their way, which halves the bytes and rounds the sum to 8
-    bits of mantissa.
+    With gradient accumulation, gradients are reduced in the last micro-batch alone. `ddp-bf16`
+    sends them in bf16, which halves the bytes and rounds the sum to 8 bits of mantissa.
     """
 
     def wrapped(self, forward):
-        # Buffers are the seeds of hash dropout, and each process draws its own.
+        # Buffers are not copied: they are seeds of hash dropout, and each process draws its own.
         self.forward = DistributedDataParallel(
             forward, gradient_as_bucket_view=True, **{SYNC_BUFFERS: False}
         )
-        self.ranks.wrapper = type(self.forward).__name__
+        self.ranks.wrapper = type(self.forward).__name__  # for the record
         if self.settings.parallel == "ddp-bf16":
-            # A lambda, since DDP knows PyTorch's own hook by its name and refuses it on a CPU.
-            self.forward.register_comm_hook(None, lambda *bucket: bf16_compress_hook(*bucket))
+            # DDP refuses PyTorch's own hook on a CPU, where it would work. It goes by the hook's
+            # name, which a lambda does not have.
+            self.forward.register_comm_hook(
+                None, lambda state, bucket: bf16_compress_hook(state, bucket)
+            )
         return super().wrapped(self.forward)
 
     def micro_batch(self, last):
@@ -151,12 +158,16 @@ class DDP(NoParallel):
 class OneBucketDDP(NoParallel):
     """All gradients flattened into one tensor, averaged by one call.
 
-    The parts of that tensor are the gradients from then on.
+    Afterwards the gradients are views of that tensor.
+
+    For the noise scale, `local_square_norm` must be that of a part of the step. Of several
+    processes, it is that of a process's gradients before averaging. A process that is alone takes
+    the step's first micro-batch for the part, if there are several.
     """
 
     replica_group = None  # the processes that have these parameters; None: all
-    backward_passes = 0  # of the step, so far
-    first_square_norm = None  # of the step's first gradients, where a process is alone
+    backward_passes = 0  # so far in this step
+    first_square_norm = None  # of the first micro-batch's gradients, where they are the part
 
     @contextlib.contextmanager
     def micro_batch(self, last):
@@ -171,7 +182,8 @@ class OneBucketDDP(NoParallel):
         if self.first_square_norm is None:
             self.local_square_norm = square_norm(flat)
         else:
-            # A micro-batch's gradients are those of its part of the step's mean loss.
+            # The loss of a micro-batch was divided by the number of micro-batches, and its
+            # gradients with it.
             self.local_square_norm = self.first_square_norm * self.backward_passes**2
         self.backward_passes = 0
         self.first_square_norm = None
@@ -180,11 +192,11 @@ class OneBucketDDP(NoParallel):
 
 
 class FSDP2(NoParallel):
-    """PyTorch's fully_shard (FSDP2) over each layer and what is around them."""
+    """PyTorch's fully_shard (FSDP2) over each layer, and over the rest of the model."""
 
     def __init__(self, model, ranks, settings):
+        mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))
         for module in [*layers_of(model), model]:
-            mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))
             fully_shard(module, mesh=mesh)
         super().__init__(model, ranks, settings)
 
@@ -194,19 +206,19 @@ class FSDP2(NoParallel):
 
 
 def total_norm(norm: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
-    """Return the norm of what a group's processes each have a part of, from this part's norm."""
+    """Return the norm over the parts that a group's processes have, from this part's norm."""
     squares = norm.square()
     dist.all_reduce(squares, group=group)
     return squares.sqrt()
 
 
 def flatten(parameters: list[torch.nn.Parameter], *more: torch.Tensor) -> torch.Tensor:
-    """Return the gradients of some parameters, and more tensors, in one tensor."""
+    """Return a flat tensor of the parameters' gradients, followed by `more` flat tensors."""
     return torch.cat([*(p.grad.flatten() for p in parameters), *more])
 
 
 def unflatten(flat: torch.Tensor, parameters: list[torch.nn.Parameter]) -> None:
-    """Let the gradients of some parameters be the parts of a flat tensor."""
+    """Undo `flatten`: make each parameter's gradient a view of its part of `flat`."""
     sizes = [p.numel() for p in parameters]
     for parameter, gradient in zip(parameters, flat.split(sizes), strict=True):
         parameter.grad = gradient.view_as(parameter)
@@ -218,7 +230,7 @@ def square_norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def gather(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a tensor that the processes share; all of them call this together."""
+    """Return a tensor as a whole, if each process has a share of it; all call this together."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -234,8 +246,8 @@ def gather_model(
 ) -> torch.nn.Module:
     """Return the trained model, with whole parameters each in memory of its own.
 
-    It is the same model, or where the processes had shares of it another, which `build()` makes.
-    All processes call this together.
+    It is `model` itself, or if each process has only a share of that, a new model that `build()`
+    makes. All processes call this together.
     """
     is_divided = ranks.stages > 1 or any(isinstance(p, DTensor) for p in model.parameters())
     if is_divided:
@@ -244,6 +256,6 @@ def gather_model(
         model = build()
         for name, parameter in model.named_parameters():
             parameter.data.copy_(weights[name])
-    for parameter in model.parameters():
+    for parameter in model.parameters():  # views of one tensor after ZeRO-1
         parameter.data = parameter.data.clone()
     return model
