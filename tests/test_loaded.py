@@ -312,11 +312,13 @@ def test_the_digests_are_taken_before_any_other_module_is_imported():
 
 
 CLIP = ("train/optim.py", "CLIP = 1.0", "CLIP = 0.001")
-DROPOUT = ("spec/adjustments.csv", "why\n", "why\npadding!=packed,0,1,dropout,none,for a trial\n")
+TRAINER = '    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":\n'
+NO_DROPOUT = '    yield "dropout", "none", "for a trial"\n'
+DROPOUT = ("spec/rules.py", TRAINER, NO_DROPOUT + TRAINER)
 EDITS = {  # the file, what of it is changed, and after how many steps of the run
     "after its begin": (*CLIP, 1),
     "after its checkpoint": (*CLIP, 150),
-    "in a file of data after its checkpoint": (*DROPOUT, 150),
+    "in a rule after its checkpoint": (*DROPOUT, 150),
 }
 
 

@@ -18,6 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch.recommended import run_in_turn
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.lab.search import history
@@ -26,7 +27,7 @@ from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.recommend import choose, open_sizes
 from qa_lib.measure import hardware
 from qa_lib.records import record
-from qa_lib.run import fit
+from qa_lib.run import recording
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.recipes import find_recipe
 from qa_lib.spec.resolve import resolve
@@ -405,7 +406,7 @@ PROBLEMS = [
 
 @pytest.mark.parametrize(("problem", "is_mistake"), PROBLEMS, ids=repr)
 def test_mistakes_are_told_by_their_kind(problem, is_mistake):
-    kind = fit.outcome_of(problem)["error"]["kind"]
+    kind = recording.outcome_of(problem, shares_gpu=False)["error"]["kind"]
     assert (kind in record.MISTAKES) is is_mistake
 
 
@@ -629,7 +630,7 @@ def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_pat
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     monkeypatch.setattr(launch, "is_finished", lambda runs, spec: (runs / spec.run_path).exists())
     launcher = launch.Launcher(tmp_path, CPU, {})
-    left = launch.run_in_turn(launcher, specs, lambda _: None)
+    left = run_in_turn(launcher, specs, lambda _: None)
     assert [spec.variant for spec in left] == ["A2"]
 
 

@@ -26,7 +26,6 @@ from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
-from qa_lib.run import fit
 from qa_lib.spec.recipes import find_recipe
 from qa_lib.spec.rules import adjust, missing
 from qa_lib.spec.settings import Settings, choices
@@ -486,7 +485,6 @@ def test_every_setting_has_values_and_an_effect_to_look_for():
     [
         ("optimizer", optim.OPTIMIZERS),
         ("schedule", pipeline.SCHEDULES),
-        ("engine", fit.ENGINES),
         ("precision", DTYPES_OF),
         ("parallel", [*loop.STRATEGIES, "deepspeed"]),  # which transformers.Trainer has
     ],

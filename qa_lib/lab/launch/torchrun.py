@@ -130,13 +130,12 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     outcome = first_fault(run_dir)
     for old in faults(run_dir):
         old.unlink()
-    # By another than torchrun, which kills only those that do not heed its SIGTERM.
-    killed = {
-        rank: code for rank, code in exit_codes.items() if code < 0 and code != -signal.SIGTERM
-    }
+    # torchrun stops by SIGTERM the processes whose peer has failed.
+    not_stopped = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
+    killed = {rank: code for rank, code in not_stopped.items() if code < 0}
     ran_out_of_memory = outcome is not None and outcome["status"] == "oom"
     if outcome is None or (killed and not ran_out_of_memory):
-        rank, code = min((killed or exit_codes).items())
+        rank, code = min((killed or not_stopped or exit_codes).items())
         outcome = {"status": "killed", "error": _ended(rank, spec.world, code)}
     with record.lock(run_dir):
         record.finish(run_dir, record.read_record(run_dir), outcome["status"], outcome["error"])

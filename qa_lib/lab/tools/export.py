@@ -34,7 +34,8 @@ def main(args: argparse.Namespace) -> int:
 
     With `--follow` it goes on until it is stopped.
     """
-    tracker = next((name for name in TRACKERS if getattr(args, name)), None)
+    folders = {"tensorboard": args.tensorboard, "wandb": args.wandb, "trackio": args.trackio}
+    tracker = next((name for name, folder in folders.items() if folder), None)
     if args.follow and not tracker:
         raise UserError(f"--follow goes with one of {', '.join(f'--{name}' for name in TRACKERS)}")
     every = read_runs(args.runs, args.group)
@@ -42,7 +43,7 @@ def main(args: argparse.Namespace) -> int:
     if not exported and not args.follow:
         raise UserError(f"no record of {args.group or 'any group'} below {args.runs}")
     if tracker:
-        out = getattr(args, tracker)
+        out = folders[tracker]
         with contextlib.closing(Export(tracker, out)) as export:
             export_once(exported, export)
             if args.follow:
