@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from qa_lib.peers import gpt2, packing, search
-from qa_lib.peers.adamw import CompiledAdamW, _rounded
+from qa_lib.peers.adamw import CompiledAdamW, _round_stochastically
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.step import compile_parts
 
@@ -111,7 +111,7 @@ def test_small_parameters_are_views_of_one_piece_and_train():
 def test_stochastic_rounding_is_right_in_the_mean(hashed):
     torch.manual_seed(0)
     wide = torch.full((20_000,), 1 + 2**-10)  # an eighth of the way from 1 to its neighbour
-    rounded = _rounded(wide, torch.tensor(7, dtype=torch.int32) if hashed else None)
+    rounded = _round_stochastically(wide, torch.tensor(7, dtype=torch.int32) if hashed else None)
     assert sorted(rounded.unique().tolist()) == [1.0, 1 + 2**-7]
     assert (rounded > 1).float().mean().item() == pytest.approx(1 / 8, abs=0.01)
 
