@@ -1,8 +1,8 @@
-"""Whatever files and arguments hold, the end is the right result or one line that names the culprit.
+"""Whatever files and arguments hold, the end is the right result or a line that names the culprit.
 
-Moreover no path in a file is followed, and what changes a result changes the identity of a run. Some
-hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of each
-kind.
+Moreover no path in a file is followed, and what changes a result changes the identity of a run.
+Some hundred mutations run here; QA_LIB_MUTATIONS=5000 pytest tests/test_trust.py runs so many of
+each kind.
 """
 
 import io
@@ -296,7 +296,7 @@ def mutants(whole: Path, place: Path, names: list[str], chance: random.Random):
 
 
 def check_identity(whole: Path, place: Path, names: list[str], load, identify) -> None:
-    """Check that a spoilt folder loads as the whole one does, or is refused, or differs in identity."""
+    """Check that a spoilt folder loads as the whole one, is refused, or has another identity."""
     wanted = load(whole)
     identity = identify(str(whole))
     for folder, _ in mutants(whole, place, names, random.Random(0)):
