@@ -322,8 +322,8 @@ def test_windows_and_labels_of_clean_golds_are_bit_for_bit_what_they_were(name):
         tokenizer = characters()
     samples = build_samples(source, tokenizer, 48, 16, cache=False)
     digest = hashlib.sha256()
-    for name in ARRAYS:
-        digest.update(np.ascontiguousarray(getattr(samples, name)).tobytes())
+    for array in ARRAYS:
+        digest.update(np.ascontiguousarray(getattr(samples, array)).tobytes())
     assert digest.hexdigest()[:16] == PINNED[name]
     assert samples.start_positions.any()
 
