@@ -1,8 +1,10 @@
-"""Writes this checkout's `owner/name` on GitHub into its links, from its git remote `origin`: `make links`.
+"""Write this checkout's `owner/name` on GitHub into the links that lead there: `make links`.
 
-CITATION.cff says which name they have now, so that it works again after a fork of a fork, or a change of name.
-With `--check` it writes nothing, and fails where there is a remote on GitHub and the links still have PLACEHOLDER:
-`make lint` and with it CI do that.
+The name comes from the git remote `origin`. CITATION.cff says which name the links have now, so
+that this works again after a fork of a fork or a change of name.
+
+With `--check` nothing is written. It fails where the remote is on GitHub and links still have
+PLACEHOLDER; `make lint`, and with it CI, runs it.
 """
 
 import re
@@ -14,42 +16,65 @@ PLACEHOLDER = "YOUR-FORK"
 
 
 def git(*words: str) -> str:
-    """What git prints, or nothing where it fails."""
+    """Return what git prints, or nothing where it fails."""
     return subprocess.run(["git", *words], capture_output=True, text=True).stdout.strip()
 
 
-def files_with(name: str) -> dict[Path, str]:
-    """The text of each file with a link to what has that name on GitHub."""
-    paths = map(Path, git("grep", "-lF", f"/{name}").splitlines())
-    texts = {path: path.read_text(encoding="utf-8") for path in paths}
-    return {path: text for path, text in texts.items() if address_of(name).search(text)}
-
-
 def address_of(name: str) -> re.Pattern:
-    """In addresses of GitHub, and in Colab's of what lies on GitHub; not where a longer name begins with the same
-    letters."""
+    """Return the pattern of addresses that lead to `name` on GitHub, or in Colab to what is there.
+
+    It does not match where a longer name begins with the same letters.
+    """
     return re.compile(rf"(github\.com/|google\.com/github/){re.escape(name)}(?![\w-]|\.\w)")
 
 
-remote = git("remote", "get-url", "origin")
-found = re.search(r"github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?$", remote)
-if "--check" in sys.argv:
-    left = files_with(PLACEHOLDER) if found else {}
-    if left:
-        sys.exit(
-            f"links: {len(left)} files, {min(left)} among them, link to {PLACEHOLDER} and not to {found[1]}: "
-            "type make links, and commit what it writes"
-        )
-    sys.exit()
-if not found:
-    said = f"git's remote origin is {remote!r}" if remote else "git has no remote origin"
-    sys.exit(
-        f"links: {said}; name a repository on GitHub: git remote add origin https://github.com/OWNER/NAME"
-    )
+def files_with(name: str) -> dict[Path, str]:
+    """Return the text of each tracked file that has a link to `name`."""
+    address = address_of(name)
+    texts = {}
+    for line in git("grep", "-lF", f"/{name}").splitlines():
+        text = Path(line).read_text(encoding="utf-8")
+        if address.search(text):
+            texts[Path(line)] = text
+    return texts
 
-citation = Path("CITATION.cff").read_text(encoding="utf-8")
-old = re.search(r"(?m)^repository-code: https://github\.com/(\S+)$", citation)[1]
-for name in (old, PLACEHOLDER):
-    for path, text in files_with(name).items():
-        path.write_text(address_of(name).sub(rf"\g<1>{found[1]}", text), encoding="utf-8")
-print(f"The links lead to https://github.com/{found[1]}")
+
+def repository_of(remote: str) -> str | None:
+    """Return the `owner/name` that a remote's address has on GitHub, or None."""
+    match = re.search(r"github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?$", remote)
+    return match[1] if match else None
+
+
+def check(repository: str | None) -> None:
+    """Exit with a message where links of a checkout from GitHub still have PLACEHOLDER."""
+    files = files_with(PLACEHOLDER) if repository else {}
+    if files:
+        sys.exit(
+            f"links: {len(files)} files, {min(files)} among them, link to {PLACEHOLDER} and not to "
+            f"{repository}: type make links, and commit what it writes"
+        )
+
+
+def write(remote: str, repository: str | None) -> None:
+    """Replace the name that links have now, and PLACEHOLDER, by that of the repository."""
+    if not repository:
+        reason = f"git's remote origin is {remote!r}" if remote else "git has no remote origin"
+        sys.exit(
+            f"links: {reason}; name a repository on GitHub: "
+            "git remote add origin https://github.com/OWNER/NAME"
+        )
+    citation = Path("CITATION.cff").read_text(encoding="utf-8")
+    present = re.search(r"(?m)^repository-code: https://github\.com/(\S+)$", citation)[1]
+    for name in (present, PLACEHOLDER):
+        for path, text in files_with(name).items():
+            linked = address_of(name).sub(rf"\g<1>{repository}", text)
+            path.write_text(linked, encoding="utf-8")
+    print(f"The links lead to https://github.com/{repository}")
+
+
+if __name__ == "__main__":
+    remote = git("remote", "get-url", "origin")
+    if "--check" in sys.argv:
+        check(repository_of(remote))
+    else:
+        write(remote, repository_of(remote))

@@ -1,3 +1,5 @@
+"""Fixtures that several test files share, and the environment of all tests."""
+
 import fcntl
 import os
 import shutil
@@ -11,28 +13,26 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-if (
-    shutil.which("nvidia-smi") is None
-):  # read when Triton is imported, which libraries do on their own
+if shutil.which("nvidia-smi") is None:
+    # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# What is ignored here, all that tests start would ignore: SIGHUP under nohup, Ctrl-C in the background of a shell and
-# in workers of pytest-xdist.
+# All that tests start would ignore the signals that are ignored here: SIGHUP under nohup, and
+# Ctrl-C in the background of a shell and in workers of pytest-xdist.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", "1"
-    )  # threads of several workers would wait for each other
+    # Threads of several workers would wait for each other.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
 def slow(*values, **more):
-    """A case of a parametrized test that only `make test-all` runs."""
+    """Return a case of a parametrized test that only `make test-all` runs."""
     return pytest.param(*values, marks=pytest.mark.slow, **more)
 
 
 @pytest.fixture(autouse=True, scope="session")
 def cache(tmp_path_factory):
-    """Features are cached in a folder of the test session's own."""
+    """Let features be cached in a folder of the test session's own."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("QA_LIB_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
         yield
@@ -40,7 +40,7 @@ def cache(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """For models so small that they only wait for a second one."""
+    """Let PyTorch take one thread, for models so small that they only wait for a second one."""
     import torch
 
     threads = torch.get_num_threads()
@@ -51,7 +51,10 @@ def one_thread():
 
 @pytest.fixture
 def typed(capsys):
-    """Types a command line in this process, which ends with that exit code: what it prints, or its error."""
+    """Return a function that runs a command line in this process.
+
+    It checks the exit code, and returns what was printed to stdout, or to stderr after a failure.
+    """
     from qa_lib.__main__ import main
 
     def call(words: str, *more, code: int = 0) -> str:
@@ -63,11 +66,13 @@ def typed(capsys):
 
 
 class Swept:
-    """A runs folder and how to call the command line on it, offline."""
+    """A runs folder, and sweeps on it by the command line, offline."""
 
     def __init__(self, folder: Path):
-        self.folder, self.runs = folder, folder / "runs"
-        # One thread: as quick for so small a model, and on a busy machine many times quicker than two that wait.
+        self.folder = folder
+        self.runs = folder / "runs"
+        # One thread is as quick for so small a model, and on a busy machine many times quicker than
+        # two that wait for each other.
         fixed = {
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
@@ -77,35 +82,31 @@ class Swept:
         self.environment = os.environ | fixed
 
     def sweep(self, rows) -> str:
-        """What a sweep of these variants says; it must succeed."""
-        command = [
-            sys.executable,
-            "-m",
-            "qa_lib",
-            "sweep",
-            "--preset",
-            "smoke",
-            "--variants",
-            ",".join(rows),
-        ]
-        command += ["--runs", self.runs]
-        root = Path(__file__).parent.parent
+        """Run a sweep of these variants at preset smoke, which must succeed; return its output."""
+        words = ["sweep", "--preset", "smoke", "--variants", ",".join(rows), "--runs", self.runs]
         done = subprocess.run(
-            command, cwd=root, env=self.environment, capture_output=True, text=True
+            [sys.executable, "-m", "qa_lib", *words],
+            cwd=Path(__file__).parent.parent,
+            env=self.environment,
+            capture_output=True,
+            text=True,
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 
     def folder_of(self, variant) -> Path:
-        (found,) = self.runs.glob(f"*/{variant}-s0-*")
-        return found
+        """Return the folder of that variant's only run."""
+        (folder,) = self.runs.glob(f"*/{variant}-s0-*")
+        return folder
 
 
 @pytest.fixture(scope="session")
 def swept(tmp_path_factory):
     """A1 at preset smoke, trained through its notebook: once, by whichever worker asks first."""
-    top = tmp_path_factory.getbasetemp()
-    folder = (top.parent if "PYTEST_XDIST_WORKER" in os.environ else top) / "swept"
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        shared = shared.parent  # of all workers
+    folder = shared / "swept"
     folder.mkdir(exist_ok=True)
     lab = Swept(folder)
     with (folder / "lock").open("w") as lock:
@@ -115,21 +116,39 @@ def swept(tmp_path_factory):
     return lab
 
 
-# The files that take longest begin, so that workers end together; front_door waits for the run that app makes.
-LONGEST = "asking sweep gate together serving front_door dashboard parallel kills train report signals packing architectures lm".split()
+# The files that take longest come first, so that workers end together. front_door comes after
+# those of the app, for whose run it waits.
+LONGEST = [
+    "test_asking",
+    "test_sweep",
+    "test_gate",
+    "test_together",
+    "test_serving",
+    "test_front_door",
+    "test_dashboard",
+    "test_parallel",
+    "test_kills",
+    "test_train",
+    "test_report",
+    "test_signals",
+    "test_packing",
+    "test_architectures",
+    "test_lm",
+]
 
 
 def place(item) -> int:
-    name = item.path.stem.removeprefix("test_")
+    """Return the place of a test's file among all files."""
+    name = item.path.stem
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
 
 
-@pytest.hookimpl(tryfirst=True)  # before what is slow is left out
+@pytest.hookimpl(tryfirst=True)  # before slow tests are left out
 def pytest_collection_modifyitems(items):
+    """Sort the tests, and skip those whose optional package is not installed."""
     items.sort(key=place)
     for item in items:
         for package in ("triton", "torchao"):
             if item.get_closest_marker(package) and find_spec(package) is None:
-                item.add_marker(
-                    pytest.mark.skip(reason=f"{package} is not installed; see `make extras`")
-                )
+                reason = f"{package} is not installed; see `make extras`"
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,7 +1,8 @@
-"""Processes of a run of which one fails on purpose, or changes its weights.
+"""Processes of a run, one of which fails on purpose or changes its weights.
 
 `python -m tests.faulty WORK SPEC RUNS FAULT` takes the place of `python -m qa_lib.lab.launch.child
-WORK SPEC RUNS`; FAULT is {rank, step, kind} as JSON.
+WORK SPEC RUNS`. FAULT is {rank, step, kind} as JSON. The kinds are "killed", "oom", "error" and
+"drift" in that step of that rank, and "no kernel" in the first step of any.
 """
 
 import json
@@ -14,18 +15,19 @@ from qa_lib.lab.launch.process import Work
 
 
 def child_command(work: Work, spec, runs, fault: dict) -> list[str]:
-    """As process.child_command, for processes with that fault."""
+    """Return the command of process.child_command, for processes with that fault."""
     python, _m, _child, *words = process.child_command(work, spec, runs)
     return [python, "-m", "tests.faulty", *words, json.dumps(fault)]
 
 
 def command_without_a4(spec, runs) -> list[str]:
-    """As process.train_command, for a run whose first step fails if it is of A4."""
+    """Return the command of process.train_command, for a run whose first step fails if it is A4."""
     kind = "no kernel" if spec.variant == "A4" else "none"
     return child_command(Work.TRAIN, spec, runs, {"kind": kind})
 
 
 def fail(kind: str) -> None:
+    """End this process, or raise, as the kind of a fault says."""
     import torch
 
     if kind == "killed":
@@ -65,7 +67,7 @@ def break_first_step() -> None:
 
 
 def is_to_fail(fault: dict) -> bool:
-    """Whether this is the process that fails, which it does in its first life alone."""
+    """Return whether this is the process that fails, which it does in its first life alone."""
     is_first_life = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
     return is_first_life and os.environ.get("RANK") == str(fault.get("rank"))
 

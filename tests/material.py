@@ -1,6 +1,5 @@
-"""What several tests and the benchmarks share: tokenizers, real data where there is any, and small SQuAD files."""
+"""What several tests share: tokenizers, real data if there is any, small SQuAD files, records."""
 
-import csv
 import functools
 import json
 import os
@@ -26,31 +25,26 @@ SQUAD = Path(__file__).resolve().parents[2] / "shared" / "squad"
 
 @functools.cache
 def committed():
-    """The committed records, read once a process; not to be changed."""
+    """Return the committed runs, read once a process, which a test must not change."""
     return load_runs(ROOT / "runs")
 
 
-def table(name: str) -> list[list[str]]:
-    """The rows of a table beside the tests."""
-    with (ROOT / "tests" / f"{name}.csv").open(encoding="utf-8", newline="") as stream:
-        return [*csv.reader(stream)][1:]
+def wait_for(condition, limit_s: float = 120) -> None:
+    """Wait until `condition()` is true.
 
-
-def cases(name: str) -> list | dict:
-    """The cases of a test that are data alone."""
-    return json.loads((ROOT / "tests" / "cases.json").read_text(encoding="utf-8"))[name]
-
-
-def wait_for(condition, most: float = 120) -> None:
-    """Wait for what takes seconds, or longer beside other work; the limit (s) is for what never comes."""
-    end = time.monotonic() + most
+    It takes seconds, or longer beside other work; the limit is for what never becomes true.
+    """
+    end = time.monotonic() + limit_s
     while not condition():
-        assert time.monotonic() < end, f"not within {most} s"
+        assert time.monotonic() < end, f"not within {limit_s} s"
         time.sleep(0.05)
 
 
 def best_of(times: int, call):
-    """The fastest of some calls (s of a busy processor), and the last result: other work only ever adds, and little."""
+    """Return the processor's seconds of the fastest of some calls, and the last one's result.
+
+    Other work on the machine can only add to these seconds, and adds little to the fastest.
+    """
     seconds = []
     for _ in range(times):
         begin = time.process_time()
@@ -60,23 +54,24 @@ def best_of(times: int, call):
 
 
 def real_squad(split: str) -> list[Example]:
-    """The questions of SQuAD's own files, or a skipped test."""
+    """Return the questions of SQuAD's own files; skip the test where they are not there."""
     if not SQUAD.is_dir():
         pytest.skip("no ../shared/squad beside the repository")
     return open_source(SQUAD, split).examples
 
 
 def real_tokenizer():
-    """BERT's own vocabulary of 30,522 WordPieces, or a skipped test."""
+    """Return BERT's tokenizer of 30,522 WordPieces; skip the test where it is not there."""
     if "QA_LIB_TEST_TOKENIZER" not in os.environ:
         pytest.skip(
-            "no real vocabulary: QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer"
+            "no real vocabulary: "
+            "QA_LIB_TEST_TOKENIZER names no folder of bert-base-uncased's tokenizer"
         )
     return AutoTokenizer.from_pretrained(os.environ["QA_LIB_TEST_TOKENIZER"])
 
 
 def trained_tokenizer(texts, size: int = 2000):
-    """An uncased BERT-like tokenizer with a vocabulary learnt from `texts`."""
+    """Return an uncased BERT-like tokenizer with a vocabulary learnt from `texts`."""
     learner = BertWordPieceTokenizer(lowercase=True)
     learner.train_from_iterator(texts, vocab_size=size, show_progress=False)
     inner = learner._tokenizer
@@ -88,20 +83,23 @@ def trained_tokenizer(texts, size: int = 2000):
 
 
 def question(key: str, text: str, *answers: tuple[str, int], **more) -> dict:
-    """An entry of `qas`; without answers an impossible one."""
+    """Return an entry of `qas` with these (text, start) answers; without any, an impossible one."""
     golds = [{"text": answer, "answer_start": start} for answer, start in answers]
     return {"id": key, "question": text, "answers": golds, "is_impossible": not golds, **more}
 
 
 def document(*paragraphs: tuple[str, list[dict]], title: str = "Rivers") -> dict:
-    """The official layout around (context, qas) pairs, in one article."""
+    """Return SQuAD's official layout around (context, qas) pairs, in one article."""
     body = [{"context": context, "qas": list(entries)} for context, entries in paragraphs]
     return {"version": "v2.0", "data": [{"title": title, "paragraphs": body}]}
 
 
 def squad_folder(folder: Path, text: str, answer: str, asked: str = "who came?") -> Path:
-    """A folder of 40 questions of one answer to train on, and as many about a paragraph that ends otherwise to validate
-    on; `asked` may have a {number}."""
+    """Make a folder of data with 40 questions to train on and 40 to validate on; return it.
+
+    All are about `text` and have the same answer; the paragraph to validate on ends otherwise. The
+    question `asked` may have a {number} in it.
+    """
     folder.mkdir()
     for split, end in (("train", ""), ("validation", " .")):
         gold = (answer, text.index(answer))
@@ -113,7 +111,7 @@ def squad_folder(folder: Path, text: str, answer: str, asked: str = "who came?")
 
 
 def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, int]) -> dict:
-    """A question in the hub's layout, whose answers are in columns."""
+    """Return a question in the layout of the hub's data sets, whose answers are in columns."""
     columns = {
         "text": [answer for answer, _ in answers],
         "answer_start": [start for _, start in answers],
@@ -122,23 +120,28 @@ def hub_row(key: str, title: str, text: str, context: str, *answers: tuple[str, 
 
 
 def write(path: Path, content: object) -> Path:
+    """Write a file of JSON; return its path."""
     path.write_text(json.dumps(content))
     return path
 
 
 def edited(path: Path, **changes) -> Path:
-    """Give a file of JSON other values."""
+    """Give a file of JSON other values at its top; return its path."""
     return write(path, json.loads(path.read_text()) | changes)
 
 
 def flip_a_bit(path: Path, place: int = -100) -> None:
+    """Change a bit of the file's byte at that place."""
     content = bytearray(path.read_bytes())
     content[place] ^= 1
     path.write_bytes(content)
 
 
 def refused(said: str, call, /, *words, **more) -> str:
-    """The one line, in which `said` is found, with which `call` refuses these words."""
+    """Return the message of the UserError that `call` raises for these arguments.
+
+    It must be one line in which the pattern `said` is found.
+    """
     with pytest.raises(UserError, match=said) as caught:
         call(*words, **more)
     assert "\n" not in str(caught.value)
@@ -148,7 +151,10 @@ def refused(said: str, call, /, *words, **more) -> str:
 def python(
     *words, cwd: Path = ROOT, code: int = 0, **environment: str
 ) -> subprocess.CompletedProcess:
-    """What a Python of its own has said, which must end with that exit code."""
+    """Run a Python with these words in a process of its own; return the ended process.
+
+    It must end with the exit code `code`. `environment` is added to that of this process.
+    """
     command = [sys.executable, *map(str, words)]
     done = subprocess.run(
         command, cwd=cwd, env=os.environ | environment, capture_output=True, text=True
@@ -158,7 +164,11 @@ def python(
 
 
 def without_torch(folder: Path, *words: str) -> str:
-    """What a Python says in which neither torch nor what takes it can be imported, both streams together."""
+    """Run a Python that cannot import torch, nor what needs it; return what it prints.
+
+    Both of its streams are in that text, first the one of output. The modules that stand in for the
+    missing ones are written to `folder`.
+    """
     for name in ("torch", "transformers", "datasets"):
         (folder / f"{name}.py").write_text("raise ImportError(__name__)\n")
     done = python(*words, PYTHONPATH=str(folder))
@@ -168,7 +178,10 @@ def without_torch(folder: Path, *words: str) -> str:
 def leave(
     runs: Path, spec, /, status: str = "ok", error: dict | None = None, env=None, **sections
 ) -> Path:
-    """The folder of a run that has ended so, with a record that has these values in its sections."""
+    """Make the folder of a run that has ended, and return it.
+
+    Its record has this status and error, and these values in its sections.
+    """
     entry = new_record(spec, env or {"gpu": None})
     for name, values in sections.items():
         entry[name] |= values
@@ -177,13 +190,13 @@ def leave(
 
 
 def end_of(folder: Path) -> tuple[str, str | None]:
-    """The status of a run and what is said of it, by the record in its folder."""
+    """Return the status and the error's message of the record in a run's folder."""
     entry = read_record(folder)
     return entry["status"], entry["error"]["message"]
 
 
 def change_record(folder: Path, **sections: dict) -> dict:
-    """Give the record in a run's folder other values in some of its sections; the record."""
+    """Give the record in a run's folder other values in some of its sections; return the record."""
     entry = json.loads((folder / "record.json").read_text())
     for name, values in sections.items():
         entry[name] |= values

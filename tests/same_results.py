@@ -1,17 +1,19 @@
-"""Hold two checkouts against each other: the same specs, names and losses before and after a change.
+"""Compare two checkouts: specs, names and losses have to be equal before and after a change.
 
     python tests/same_results.py OLD NEW                    # everything, about 30 minutes
     python tests/same_results.py OLD NEW --only specs       # every resolved spec, in minutes
     python tests/same_results.py OLD NEW --variants A1 E-packed
 
-A change that is not meant to alter results is shown by this script, which runs the same probe in both checkouts, with
-the same Python, on the same machine:
+The same probe runs in both checkouts, with the same Python, on the same machine:
 
-- specs: every variant at every preset, on seven kinds of machine, at several sizes. What is computed (hash, run id,
-  group, settings, skipped or not, refused or not) has to be equal; sentences may differ, and are counted.
-- losses: every variant that a CPU can train, 50 steps of its smoke preset. Losses have to be equal bit for bit.
+- specs: every variant at every preset, on seven kinds of machine, at several sizes. What is
+  computed (hash, run id, group, settings, skipped or not, refused or not) has to be equal;
+  sentences may differ, and are counted.
+- losses: every variant that a CPU can train, 50 steps of its smoke preset. Losses have to be equal
+  bit for bit.
 
-It prints a line for each comparison, at most ten differences of a kind, and ends with exit code 1 where there is one.
+A line is printed for each comparison, with at most ten differences of a kind. The exit code is 1
+where there is any.
 """
 
 import argparse
@@ -56,7 +58,7 @@ def find_name(name: str) -> object:
 
 
 def probe_specs() -> Iterator[dict]:
-    """Yield a row for each spec that can be asked for: what identifies it, and what it resolves to."""
+    """Yield a row for each spec that can be asked for: its identity, and what it resolves to."""
     from qa_lib.errors import UserError
 
     PRESETS = find_name("PRESETS")
@@ -69,9 +71,10 @@ def probe_specs() -> Iterator[dict]:
         machines[name] = Machine(hardware=name, gpus=1, sm=sm, **installed)
     machines["h100-x4"] = Machine(hardware="h100", gpus=4, sm=90, **installed)
 
-    sizes = itertools.product(MICRO_BATCHES, LENGTHS, BATCHES, WORLDS)
     names = ("micro_batch", "max_length", "batch", "world")
-    sizes = [dict(zip(names, values, strict=True)) for values in sizes]
+    sizes = []
+    for values in itertools.product(MICRO_BATCHES, LENGTHS, BATCHES, WORLDS):
+        sizes.append(dict(zip(names, values, strict=True)))
     for variant, preset, machine in itertools.product(VARIANTS, PRESETS, machines):
         for size in sizes:
             row = {"asked": [variant, preset, machine, size]}
@@ -148,15 +151,18 @@ def compare(kind: str, old: dict[str, dict], new: dict[str, dict]) -> bool:
     different = []
     reworded = []
     for asked in old.keys() | new.keys():
-        before, after = old.get(asked, {}), new.get(asked, {})
+        before = old.get(asked, {})
+        after = new.get(asked, {})
         fields = before.keys() | after.keys()
         changed = sorted(field for field in fields if before.get(field) != after.get(field))
         if any(field not in SENTENCES for field in changed):
             different.append((asked, changed, before, after))
         elif changed:
             reworded.append((asked, changed, before, after))
-    print(f"{kind}: {len(old):,} before, {len(new):,} after, {len(different):,} differ, "
-          f"{len(reworded):,} are worded otherwise")  # fmt: skip
+    print(
+        f"{kind}: {len(old):,} before, {len(new):,} after, {len(different):,} differ, "
+        f"{len(reworded):,} are worded otherwise"
+    )
     for asked, changed, before, after in (different + reworded[:1])[:SHOWN]:
         print(f"  {asked}")
         for field in changed:
@@ -182,13 +188,13 @@ def main() -> int:
     if not (args.old and args.new):
         parser.error("two checkouts are compared: OLD NEW")
     kinds = [args.only] if args.only else ["specs", "losses"]
-    equal = [
-        compare(
-            kind, *(rows_of(place.resolve(), kind, args.variants) for place in (args.old, args.new))
-        )
-        for kind in kinds
-    ]
-    return 0 if all(equal) else 1
+    all_equal = True
+    for kind in kinds:
+        old = rows_of(args.old.resolve(), kind, args.variants)
+        new = rows_of(args.new.resolve(), kind, args.variants)
+        if not compare(kind, old, new):
+            all_equal = False
+    return 0 if all_equal else 1
 
 
 if __name__ == "__main__":

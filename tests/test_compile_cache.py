@@ -1,4 +1,7 @@
-"""What compilers keep is taken from a folder that nobody else can have written to, or led to."""
+"""The compilers' files are taken only from a folder that no other user can have written to.
+
+Nor can another user have led there by a link.
+"""
 
 import os
 import shlex
@@ -25,7 +28,7 @@ as_root = pytest.mark.skipif(os.getuid() != 0, reason="gives files to another us
 
 @pytest.fixture(autouse=True)
 def unchanged(monkeypatch):
-    """Neither the environment nor the mask of new files is another one after a test."""
+    """Restore the environment and the mask of new files after a test."""
     for name in PARTS:
         monkeypatch.setenv(name, "elsewhere")
     before = os.umask(0o022)
@@ -67,15 +70,18 @@ def test_a_cache_is_used_again_whatever_the_mask_of_new_files_was(tmp_path):
 
 
 def for_all(path: Path) -> None:
+    """Let everybody write to a path."""
     path.chmod(path.stat().st_mode | 0o002)
 
 
 def for_a_group(path: Path) -> None:
+    """Let a group of others write to a path."""
     os.chown(path, -1, NOBODY)
     path.chmod(path.stat().st_mode | 0o020)
 
 
 def anothers(path: Path) -> None:
+    """Give a path to another user."""
     os.chown(path, NOBODY, -1)
 
 
@@ -89,7 +95,9 @@ def test_what_others_could_have_written_is_to_be_removed(kept, place, open_to_ot
     offending = kept / place
     open_to_others(offending)
     said = refused("is not yours alone to write to", use_compile_cache, kept)
-    removed = kept / Path(place).parts[0] if place != "." else kept
+    removed = kept
+    if place != ".":
+        removed = kept / Path(place).parts[0]  # the part of the cache
     assert said.startswith(f"{offending} ")
     assert said.endswith(f"remove it: rm -r {removed}")
     assert "chmod" not in said
@@ -207,23 +215,24 @@ def test_inductor_finds_all_its_files_by_paths_that_a_command_can_have(odd, monk
     monkeypatch.setattr(torch, "__file__", str(odd / "torch" / "__init__.py"))
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", str(odd / "torch" / "lib"))
     use_plain_paths()
-    found = {
+    places = {
         tempfile.gettempdir(): odd,
         os.environ["TMPDIR"]: odd,
         os.environ["TORCHINDUCTOR_CACHE_DIR"]: odd / "cache",
         cpp_extension.TORCH_LIB_PATH: odd / "torch" / "lib",
         sysconfig.get_config_var("LIBDIR"): odd,
     }
-    for path, wanted in found.items():
-        assert os.path.realpath(path) == str(wanted)
+    for path, place in places.items():
+        assert os.path.realpath(path) == str(place)
         assert shlex.split(path) == [path]
 
 
 def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
     monkeypatch.setattr(cpp_extension, "TORCH_LIB_PATH", "/usr/lib/torch/lib")
-    before = tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH
+    temporary = tempfile.gettempdir()
     use_plain_paths()
-    assert (tempfile.gettempdir(), cpp_extension.TORCH_LIB_PATH) == before
+    assert tempfile.gettempdir() == temporary
+    assert cpp_extension.TORCH_LIB_PATH == "/usr/lib/torch/lib"
 
 
 def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeypatch):
@@ -234,7 +243,7 @@ def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeyp
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["A3", "A0-compile", "E-plain"])  # one of each engine
 def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(variant, tmp_path):
-    """Checkout, environment, temporary folder, compile cache and runs."""
+    """These are the checkout, the environment, temporary files, the compile cache and the runs."""
     place = tmp_path / 'it\'s "my" lab'
     shutil.copytree(ROOT / "qa_lib", place / "lab" / "qa_lib")
     environment = place / "an environment"

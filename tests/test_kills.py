@@ -1,4 +1,4 @@
-"""Runs that are killed again and again: at the end nothing tells them from one without a break.
+"""A run that is killed again and again ends as one that was left alone.
 
 `QA_LIB_KILLS=40 python -m pytest tests/test_kills.py` kills as often as that, where CI does it a
 handful of times.
@@ -19,24 +19,24 @@ KILLS = int(os.environ.get("QA_LIB_KILLS", 3))
 
 
 def start(folder: Path):
-    """`run A1` in a folder of its own, with dropout and a random order."""
+    """Start `run A1` in a folder of its own; it has dropout and a random order of samples."""
     folder.mkdir(exist_ok=True)
     return warm.python(folder / "log", *f"qa_lib run A1 --preset smoke --runs {folder}".split())
 
 
 def file_of(folder: Path, name: str) -> Path | None:
-    """A file of the run below a folder, if it is there."""
+    """Return the path of a file of the run below a folder, or None."""
     return next(folder.glob(f"*/A1-*/{name}"), None)
 
 
 def logged(folder: Path) -> int:
-    """How many steps its log holds."""
+    """Return how many steps the log of the run holds."""
     log = file_of(folder, "steps.jsonl")
     return log.read_bytes().count(b"\n") if log else 0
 
 
 def results_of(run_dir: Path) -> tuple[list[float], bytes, bytes]:
-    """What a run that has ended leaves: every step's loss, the weights, and the n-best lists."""
+    """Return the losses of all steps, the weights and the n-best lists of a run that has ended."""
     steps = steps_of(run_dir)
     assert [step["step"] for step in steps] == list(range(1, len(steps) + 1))
     losses = [step["loss"] for step in steps]
@@ -46,6 +46,7 @@ def results_of(run_dir: Path) -> tuple[list[float], bytes, bytes]:
 
 
 def run_dir_of(folder: Path) -> Path:
+    """Return the folder of the run below a folder."""
     return file_of(folder, "record.json").parent
 
 
@@ -77,5 +78,5 @@ def test_random_kills_leave_no_trace(swept, tmp_path):
     entry = record.read_record(run_dir_of(folder))
     assert entry["status"] == "ok"
     assert entry["quality"] == record.read_record(run_dir_of(swept.runs))["quality"]
-    # Since this process began, which trained its first run.
+    # The time to the first step counts from the begin of the last process alone.
     assert 0 < entry["time"]["first_step_s"] < seconds

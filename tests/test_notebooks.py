@@ -1,7 +1,11 @@
-"""The notebooks: clean as files, and right when they are executed at preset smoke, by the sweep and by hand."""
+"""The notebooks are clean as files, and right when they are executed.
+
+They are executed at preset smoke, by a sweep and in this process.
+"""
 
 import ast
 import dataclasses
+import itertools
 import json
 import os
 import re
@@ -38,185 +42,233 @@ FAMILY_NOTEBOOKS = {*FAMILIES.values(), "profiling"}
 
 
 def read(path):
+    """Return the notebook of a file."""
     return nbformat.read(path, as_version=4)
 
 
 def code_cells(path, without=()):
+    """Return the cells of code that have none of these tags."""
     cells = [cell for cell in read(path).cells if cell.cell_type == "code"]
     return [cell for cell in cells if not set(tags(cell)) & set(without)]
 
 
 def tags(cell):
+    """Return the tags of a cell."""
     return cell.metadata.get("tags", [])
 
 
 def tagged(path, tag):
+    """Return the sources of the cells with that tag."""
     return [cell.source for cell in code_cells(path) if tag in tags(cell)]
 
 
 def outputs_of(path):
+    """Return the outputs of all cells."""
     return [output for cell in code_cells(path) for output in cell.outputs]
 
 
 def images(path):
+    """Return how many pictures a notebook shows."""
     return sum("image/png" in output.get("data", {}) for output in outputs_of(path))
 
 
 every_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
+WITHOUT_TRAINING = ("explore", "report", "scaling", "multi_gpu")
+
+
 @every_notebook
-def test_a_notebook_is_stored_clean(path):
-    """No outputs, no traces of a run, ids that do not change when the notebook is written again."""
+def test_a_notebook_has_the_metadata_of_one_that_never_ran(path):
     notebook = read(path)
     nbformat.validate(notebook)
     assert notebook.metadata.kernelspec.name == "python3"
-    # In Colab, a GPU is asked for where something trains.
-    colab = (
-        set()
-        if path.stem in ("explore", "report", "scaling", "multi_gpu")
-        else {"accelerator", "colab"}
-    )
-    assert set(notebook.metadata) == {"kernelspec", "language_info"} | colab
-    own = {
-        cell.id for cell in notebook.cells if not re.fullmatch("[0-9a-f]{8}", cell.id)
-    }  # as nbformat draws them
-    assert len(own) == len(notebook.cells)
+    names = {"kernelspec", "language_info"}
+    if path.stem not in WITHOUT_TRAINING:
+        names |= {"accelerator", "colab"}  # by which a GPU is asked for in Colab
+    assert set(notebook.metadata) == names
+
+
+@every_notebook
+def test_a_notebooks_cells_have_no_traces_of_a_run(path):
     # Colab and Jupyter fold away what only prepares; a plain renderer shows it.
     folded = {"cellView": "form", "jupyter": {"source_hidden": True}}
-    assert all(
-        {**cell.metadata, "tags": []} in ({"tags": []}, {"tags": [], **folded})
-        for cell in notebook.cells
-    )
-    assert all((cell.execution_count, cell.outputs) == (None, []) for cell in code_cells(path))
-
-
-def lines_of(cell):
-    """The lines of a cell's code, without blanks, comments and docstrings."""
-    return [
-        line
-        for line in cell.source.splitlines()
-        if line.strip() and not line.strip().startswith(("#", '"""'))
-    ]
+    for cell in read(path).cells:
+        metadata = {name: value for name, value in cell.metadata.items() if name != "tags"}
+        assert metadata in ({}, folded)
+    for cell in code_cells(path):
+        assert cell.execution_count is None
+        assert cell.outputs == []
 
 
 @every_notebook
-def test_a_notebook_reads_as_prose(path):
+def test_a_notebooks_cells_have_ids_that_stay_when_it_is_written_again(path):
+    ids = [cell.id for cell in read(path).cells]
+    assert len(set(ids)) == len(ids)
+    drawn_by_nbformat = [name for name in ids if re.fullmatch("[0-9a-f]{8}", name)]
+    assert drawn_by_nbformat == []
+
+
+@every_notebook
+def test_a_notebook_begins_with_a_title(path):
+    assert read(path).cells[0].source.startswith("# ")
+
+
+@every_notebook
+def test_a_sentence_stands_before_each_cell_of_code(path):
     cells = read(path).cells
-    assert cells[0].source.startswith("# ")
-    for before, cell in zip([None, *cells], cells, strict=False):
+    for before, cell in itertools.pairwise(cells):
         if cell.cell_type == "code":
-            prose = [line for line in before.source.splitlines() if not line.startswith("#")]
-            assert before.cell_type == "markdown" and re.search(
-                r"\w+ \w+.*[.:]$", "\n".join(prose), re.S
-            ), cell.source
+            assert before.cell_type == "markdown", cell.source
+            lines = [line for line in before.source.splitlines() if not line.startswith("#")]
+            assert re.search(r"\w+ \w+.*[.:]$", "\n".join(lines), re.S), cell.source
 
 
 @every_notebook
-def test_a_notebook_has_one_bootstrap_and_one_cell_of_plain_parameters(path):
-    assert tags(code_cells(path)[0]) == ["bootstrap"] and tagged(path, "bootstrap") == tagged(
-        NOTEBOOKS[0], "bootstrap"
-    )
-    assert not re.search(r"plan\((?!.*(\*\*own|batch=batch)).*, micro_batch", path.read_text()), (
-        "a size is not taken"
-    )
+def test_all_notebooks_begin_with_the_same_bootstrap(path):
+    assert tags(code_cells(path)[0]) == ["bootstrap"]
+    assert tagged(path, "bootstrap") == tagged(NOTEBOOKS[0], "bootstrap")
+
+
+@every_notebook
+def test_a_notebook_that_takes_sizes_takes_all_of_them(path):
+    without_the_batch = r"plan\((?!.*(\*\*own|batch=batch)).*, micro_batch"
+    assert not re.search(without_the_batch, path.read_text())
+
+
+@every_notebook
+def test_a_notebook_has_one_cell_of_plain_parameters(path):
     (parameters,) = tagged(path, "parameters")
-    for line in ast.parse(parameters).body:
-        assert isinstance(line, ast.Assign) and isinstance(line.value, ast.Constant), ast.unparse(
-            line
-        )
+    for statement in ast.parse(parameters).body:
+        assert isinstance(statement, ast.Assign), ast.unparse(statement)
+        assert isinstance(statement.value, ast.Constant), ast.unparse(statement)
 
 
 @pytest.mark.parametrize("name", ["scaling", "language"])
 def test_pages_have_no_code_and_nothing_that_only_prepares(name):
-    """As HTML; the PDF is the same, printed by a browser."""
+    """This looks at HTML; the PDF is the same, printed by a browser."""
     config = PyFileConfigLoader("config.py", str(ROOT / "notebooks" / "pages")).load_config()
     notebook = read(ROOT / "notebooks" / f"{name}.ipynb")
     picture = nbformat.v4.new_output("display_data", {"image/png": "aGk="})
     picture.metadata = {"image/png": {"alt": "The <lead>"}}
-    next(cell for cell in notebook.cells[::-1] if cell.cell_type == "code").outputs = [picture]
+    last = [cell for cell in notebook.cells if cell.cell_type == "code"][-1]
+    last.outputs = [picture]
     html, _ = HTMLExporter(config=config).from_notebook_node(notebook)
-    for words in (
-        'alt="The &lt;lead&gt;" src="data:image/png;base64,aGk="',
-        "@page",
-        "How the optimizations work",
-    ):
-        assert words in html
-    assert [
-        words
-        for words in ("Setting up:", "check_parameters", "nbconvert --config")
-        if words in html
-    ] == []
+    assert 'alt="The &lt;lead&gt;" src="data:image/png;base64,aGk="' in html
+    assert "@page" in html
+    assert "How the optimizations work" in html
+    for words in ("Setting up:", "check_parameters", "nbconvert --config"):
+        assert words not in html
 
 
-@every_notebook
-def test_what_only_prepares_is_folded(path):
-    """In notebooks that train; those of pages are read without their code."""
-    if path.stem in FAMILY_NOTEBOOKS:
-        folded = [cell for cell in code_cells(path) if cell.metadata.get("cellView") == "form"]
-        assert [cell.source.splitlines()[0] for cell in folded] == [
-            "# @title Setup",
-            "# @title Imports",
-        ]
+@pytest.mark.parametrize("name", sorted(FAMILY_NOTEBOOKS))
+def test_a_notebook_that_trains_folds_what_only_prepares(name):
+    """The pages' notebooks are read without their code."""
+    cells = code_cells(ROOT / "notebooks" / f"{name}.ipynb")
+    folded = [cell for cell in cells if cell.metadata.get("cellView") == "form"]
+    titles = [cell.source.splitlines()[0] for cell in folded]
+    assert titles == ["# @title Setup", "# @title Imports"]
 
 
 @every_notebook
 def test_a_notebooks_links_into_the_repository_are_relative(path):
     text = "\n".join(cell.source for cell in read(path).cells if cell.cell_type == "markdown")
-    targets = [
-        target
-        for target in re.findall(r"\]\((.*?)\)", text)
-        if "colab.research.google.com" not in target
-    ]
+    targets = []
+    for target in re.findall(r"\]\((.*?)\)", text):
+        if "colab.research.google.com" not in target:
+            targets.append(target)
     assert [target for target in targets if "github.com" in target] == []
     files = [target.partition("#")[0] for target in targets if not target.startswith("https://")]
-    assert [target for target in files if not (path.parent / target).is_file()] == []
+    assert [file for file in files if not (path.parent / file).is_file()] == []
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_notebook_begins_with_a_variant_of_its_family(family):
+# The parameters of a family's notebook.
+
+# What a sweep passes; of one that a notebook has not papermill would only warn, and run defaults.
+SWEPT = {
+    "variant",
+    "preset",
+    "seed",
+    "data",
+    "model",
+    "runs",
+    "micro_batch",
+    "batch",
+    "epochs",
+    "learning_rate",
+    "max_length",
+    "compare_with",
+}
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def notebook_of(family):
+    """Return the path of a family's notebook."""
+    return ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb"
+
+
+def parameters_of(family) -> dict:
+    """Return the values of the parameters in a family's notebook, by name."""
+    (source,) = tagged(notebook_of(family), "parameters")
     values = {}
-    path = ROOT / "notebooks" / f"{FAMILIES[family]}.ipynb"
-    exec(*tagged(path, "parameters"), values)
+    exec(source, {}, values)
+    return values
+
+
+@every_family
+def test_a_family_notebook_begins_with_a_variant_of_its_family(family):
+    values = parameters_of(family)
     variant = find_variant(values["variant"])
-    assert variant.family == family and values["compare_with"] in VARIANTS and variant.change
-    driven = "variant preset seed data model runs micro_batch batch epochs learning_rate max_length compare_with"
-    assert {*driven.split()} <= values.keys(), (
-        "what a sweep passes; papermill would only warn, and run defaults"
-    )
-    assert values["preset"] == {"qa": "smoke", "lm": "lm-smoke"}[variant.task]
-    helps = {name: parameter["help"] for name, parameter in inspect_notebook(str(path)).items()}
-    assert [name for name in values if name != "__builtins__" and not helps[name]] == [], (
-        "what papermill shows"
-    )
-    of_texts = {name for name, preset in PRESETS.items() if preset.task == "lm"}
-    told = of_texts if variant.task == "lm" else {"smoke", "local", "bench", "quality", "full"}
-    assert set(PRESETS) & set(re.findall(r"[\w-]+", helps["preset"])) == told
-    assert f'notebook.family, "{family}"' in "".join(cell.source for cell in code_cells(path))
+    assert variant.family == family
+    assert variant.change
+    assert values["compare_with"] in VARIANTS
+    sources = "".join(cell.source for cell in code_cells(notebook_of(family)))
+    assert f'notebook.family, "{family}"' in sources
+
+
+@every_family
+def test_a_family_notebook_has_every_parameter_that_a_sweep_passes(family):
+    assert parameters_of(family).keys() >= SWEPT
+
+
+@every_family
+def test_papermill_shows_a_help_for_each_parameter_of_a_family_notebook(family):
+    shown = inspect_notebook(str(notebook_of(family)))
+    assert [name for name in parameters_of(family) if not shown[name]["help"]] == []
+
+
+@every_family
+def test_a_family_notebook_begins_with_the_smallest_preset_and_names_those_of_its_task(family):
+    values = parameters_of(family)
+    if find_variant(values["variant"]).task == "lm":
+        smallest = "lm-smoke"
+        named = {name for name, preset in PRESETS.items() if preset.task == "lm"}
+    else:
+        smallest = "smoke"
+        named = {"smoke", "local", "bench", "quality", "full"}
+    assert values["preset"] == smallest
+    help_text = inspect_notebook(str(notebook_of(family)))["preset"]["help"]
+    assert set(PRESETS) & set(re.findall(r"[\w-]+", help_text)) == named
 
 
 # The bootstrap cell, as a program in folders of its own.
 
 
 def bootstrap(folder, **environment):
+    """Run the bootstrap cell in a folder, and print where it leaves; return the ended process."""
     program = f"{tagged(NOTEBOOKS[0], 'bootstrap')[0]}\nimport os\nprint(os.getcwd())"
-    command = [
-        sys.executable,
-        "-m",
-        "IPython",
-        "--no-banner",
-        "--simple-prompt",
-        "--colors=NoColor",
-        "-c",
-        program,
-    ]
+    words = ["--no-banner", "--simple-prompt", "--colors=NoColor", "-c", program]
     return subprocess.run(
-        command, cwd=folder, env=os.environ | environment, capture_output=True, text=True
+        [sys.executable, "-m", "IPython", *words],
+        cwd=folder,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
     )
 
 
 def own_git(folder, script):
-    """The PATH with a git of our own in front."""
+    """Make a program `git` of that script; return the PATH with it in front."""
     program = folder / "bin" / "git"
     program.parent.mkdir()
     program.write_text(f"#!/bin/sh\n{script}\n")
@@ -224,20 +276,20 @@ def own_git(folder, script):
     return f"{program.parent}{os.pathsep}{os.environ['PATH']}"
 
 
-def test_the_bootstrap_finds_the_repository(tmp_path):
+@pytest.mark.parametrize("folder", [ROOT, ROOT / "notebooks"], ids=["root", "notebooks"])
+def test_the_bootstrap_finds_the_repository(folder, tmp_path):
     path = own_git(tmp_path, 'echo git "$@"')
-    for folder in (ROOT, ROOT / "notebooks"):
-        assert bootstrap(folder, PATH=path).stdout == f"{ROOT}\n"
+    assert bootstrap(folder, PATH=path).stdout == f"{ROOT}\n"
 
 
 def test_the_bootstrap_outside_the_repository_clones(tmp_path):
-    """As in Colab, with a git of our own that only makes the folder."""
+    """This is what happens in Colab; the git here only makes the folder."""
     files = f"mkdir lab; cp '{ROOT}/requirements.txt' lab; cp -r '{ROOT}/qa_lib' lab"
     done = bootstrap(tmp_path, PATH=own_git(tmp_path, f'echo "$@"; {files}'))
-    address, folder = re.fullmatch(
-        r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout
-    ).groups()
-    assert folder == str(tmp_path / "lab") and address in tagged(NOTEBOOKS[0], "bootstrap")[0]
+    said = re.fullmatch(r"clone -q --depth 1 (https://github\.com/\S+) lab\n(.*)\n", done.stdout)
+    address, folder = said.groups()
+    assert folder == str(tmp_path / "lab")
+    assert address in tagged(NOTEBOOKS[0], "bootstrap")[0]
 
 
 def test_the_bootstrap_takes_an_installed_library_and_stays_where_it_is(tmp_path):
@@ -258,9 +310,9 @@ def test_the_bootstrap_under_a_driver_stays_where_it_is():
 def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
     done = bootstrap(tmp_path, PATH=own_git(tmp_path, "echo no network >&2; exit 128"))
     said = done.stdout + done.stderr
-    assert (
-        done.returncode == 1 and "no network" in said and "Open this notebook in a checkout" in said
-    )
+    assert done.returncode == 1
+    assert "no network" in said
+    assert "Open this notebook in a checkout" in said
 
 
 # Executed, at preset smoke.
@@ -268,7 +320,7 @@ def test_the_bootstrap_that_cannot_clone_says_what_to_do(tmp_path):
 
 @pytest.fixture(scope="session")
 def every(swept):
-    """And a variant of each other family."""
+    """The runs of `swept`, and of a variant of each other family."""
     swept.sweep(ROWS)
     return swept
 
@@ -278,30 +330,28 @@ every_variant = pytest.mark.parametrize(("variant", "lab"), [("A1", "swept"), *O
 
 
 def run_here(path, **parameters):
-    """The rich outputs of a notebook's code cells with these parameters, run in this process."""
+    """Run a notebook's cells in this process with these parameters; return their rich outputs."""
     shell = InteractiveShell.instance()
     select_figure_formats(shell, {"png"})
+    assignments = "".join(f"\n{name} = {value!r}" for name, value in parameters.items())
     with capture_output() as captured:
         for cell in code_cells(path, without=["bootstrap"]):
-            own = "".join(
-                f"\n{name} = {value!r}"
-                for name, value in parameters.items()
-                if "parameters" in tags(cell)
-            )
-            done = shell.run_cell(cell.source + own)
+            source = cell.source
+            if "parameters" in tags(cell):
+                source += assignments
+            done = shell.run_cell(source)
             done.raise_error()
             if done.result is not None:
                 display(done.result)
-            for number in (
-                plt.get_fignums()
-            ):  # as a notebook shows what a cell has drawn, whatever backend is here
+            # A notebook shows what a cell has drawn; the backend here need not.
+            for number in plt.get_fignums():
                 display(plt.figure(number))
                 plt.close(number)
     return [output.data for output in captured.outputs]
 
 
 def names() -> dict:
-    """What the cells of the notebooks that were run here have left."""
+    """Return the variables that the notebooks that ran in this process have left."""
     return InteractiveShell.instance().user_ns
 
 
@@ -312,19 +362,33 @@ def test_a_variant_through_its_notebook_leaves_the_record_that_was_asked_for(var
     folder = swept.folder_of(variant)
     entry = record.read_record(folder)
     assert folder == swept.runs / spec.run_path
-    said = dict.fromkeys(("kind", "message", "step"))
-    whole = {"run_id": spec.run_id, "group": spec.group, "status": "ok", "error": said}
-    assert {name: entry[name] for name in whole} == whole
-    asked = {
-        "hash": spec.hash,
-        "settings": dataclasses.asdict(spec.asked),
-        "adjusted": spec.adjusted,
-    }
-    assert entry["spec"] | asked == entry["spec"]
-    assert entry["time"]["steps"] == entry["spec"]["planned_steps"] == spec.preset.steps
-    assert [step["step"] for step in steps_of(folder)] == [*range(1, spec.preset.steps + 1)]
+    assert entry["run_id"] == spec.run_id
+    assert entry["group"] == spec.group
+    assert entry["status"] == "ok"
+    assert entry["error"] == {"kind": None, "message": None, "step": None}
+    assert entry["spec"]["hash"] == spec.hash
+    assert entry["spec"]["settings"] == dataclasses.asdict(spec.asked)
+    assert entry["spec"]["adjusted"] == spec.adjusted
+
+
+@every_variant
+def test_a_variant_through_its_notebook_does_all_steps(variant, lab, request):
+    folder = request.getfixturevalue(lab).folder_of(variant)
+    entry = record.read_record(folder)
+    steps = PRESETS["smoke"].steps
+    assert entry["spec"]["planned_steps"] == steps
+    assert entry["time"]["steps"] == steps
+    assert [step["step"] for step in steps_of(folder)] == list(range(1, steps + 1))
+
+
+@every_variant
+def test_a_variant_through_its_notebook_answers_every_question(variant, lab, request):
+    folder = request.getfixturevalue(lab).folder_of(variant)
+    entry = record.read_record(folder)
+    (spec,) = plan([variant], "smoke")
     questions = len(open_source(spec.data_source, "validation").examples)
-    assert entry["quality"]["n"] == entry["spec"]["n_eval"] == questions
+    assert entry["spec"]["n_eval"] == questions
+    assert entry["quality"]["n"] == questions
     assert len(json.loads((folder / "answers" / "predictions.json").read_text())) == questions
 
 
@@ -335,32 +399,45 @@ def test_an_executed_notebook_is_small_and_names_no_machine(variant, lab, reques
     assert images(path) == 2
     text = path.read_text()
     assert re.findall(r"(?<![\w.<])/(?:home|root|tmp|usr|opt|Users|work)/[^\"\\ ]*", text) == []
-    assert str(ROOT) not in text and os.path.expanduser("~") not in text
+    assert str(ROOT) not in text
+    assert os.path.expanduser("~") not in text
 
 
 def test_the_baseline_learns_the_smoke_task(swept):
     quality = record.read_record(swept.folder_of("A1"))["quality"]
-    assert quality["f1"] >= 90 and 30 <= quality["always_null_f1"] <= 50
+    assert quality["f1"] >= 90
+    assert 30 <= quality["always_null_f1"] <= 50
 
 
-@pytest.mark.parametrize("page", cli.PAGES)
-def test_a_page_is_an_executed_notebook_of_moderate_size(page):
-    """That it is of today's notebook, `report --check` says (test_readme)."""
+# Pages are committed executed notebooks. That they are of today's notebooks, `report --check` says.
+every_page = pytest.mark.parametrize("page", cli.PAGES)
+
+
+@every_page
+def test_a_page_is_of_moderate_size_and_names_no_machine(page):
     path = ROOT / page
-    assert (
-        images(path) > 0
-        and path.stat().st_size < 3 * MAX_BYTES
-        and str(ROOT) not in path.read_text()
-    )
+    assert path.stat().st_size < 3 * MAX_BYTES
+    assert str(ROOT) not in path.read_text()
+
+
+@every_page
+def test_a_page_shows_pictures_and_no_error(page):
+    path = ROOT / page
+    assert images(path) > 0
     outputs = outputs_of(path)
     assert [output for output in outputs if output.output_type in ("error", "stream")] == []
     shown = [output.data.get("text/markdown", "") for output in outputs]
     assert [text for text in shown if re.match(r"\*No (figure|table): \w+Error", text)] == []
+
+
+@every_page
+def test_the_pictures_of_a_page_in_markdown_are_there(page):
+    path = ROOT / page
     links = re.findall(r"!\[.*?\]\((.*?)\)", path.with_suffix(".md").read_text())
     assert [link for link in links if not path.parent.joinpath(link).is_file()] == []
 
 
-def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypatch):
+def test_the_report_notebook_runs_in_any_process(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     for variant in ROWS:
         make(tmp_path, variant)
@@ -371,8 +448,13 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
         figures=str(tmp_path / "drawn"),
     )
     shown = "".join(data.get("text/markdown", "") for data in report)
-    assert all(variant in shown for variant in ROWS)
+    for variant in ROWS:
+        assert variant in shown
     assert sum("image/png" in data for data in report) == 1, "of one seed without a GPU: the ladder"
+
+
+def test_the_explore_notebook_runs_in_any_process(monkeypatch):
+    monkeypatch.chdir(ROOT)
     explored = run_here(
         "notebooks/explore.ipynb", data="synthetic:400", preset="smoke", micro_batch=32, batch=32
     )
@@ -383,13 +465,16 @@ def test_the_report_and_explore_notebooks_run_in_any_process(tmp_path, monkeypat
 
 
 def entries(split, kind):
-    """200 questions: the first version of SQuAD knows no unanswerable ones, and has no field that says so."""
+    """Return 200 questions of one kind: "unanswerable", "answerable" or "v1.1".
+
+    SQuAD 1.1 has no unanswerable questions, and no field that says so.
+    """
     gold = [] if kind == "unanswerable" else [("Rhine", 0)]
-    found = [question(f"{split}{i}", f"who {i}", *gold) for i in range(200)]
-    return [
-        {key: entry[key] for key in entry if kind != "v1.1" or key != "is_impossible"}
-        for entry in found
-    ]
+    asked = [question(f"{split}{i}", f"who {i}", *gold) for i in range(200)]
+    if kind == "v1.1":
+        for entry in asked:
+            del entry["is_impossible"]
+    return asked
 
 
 NONE = "F1 where there is none"
@@ -408,4 +493,5 @@ def test_explore_takes_questions_of_one_kind_alone(tmp_path, monkeypatch, kind, 
     monkeypatch.chdir(ROOT)
     run_here("notebooks/explore.ipynb", preset="smoke", data=str(tmp_path), model="tiny")
     scores = names()["scores"]
-    assert scores[absent].isna().all() and scores.loc["the gold answers", "F1"] == 100
+    assert scores[absent].isna().all()
+    assert scores.loc["the gold answers", "F1"] == 100

@@ -1,7 +1,7 @@
-"""Asked to end, every verb ends its children, says by what in records and in a line, in seconds.
+"""Asked to end, every verb ends its children in seconds, and says by what in records and in a line.
 
-A driver that had no time to end anything leaves no run that goes on alone. All of this is with real
-processes.
+A driver that is killed, and so cannot end anything, leaves no run that goes on alone. All of this
+is tested with real processes.
 """
 
 import os
@@ -31,8 +31,10 @@ COMMANDS = {
     "tune": "tune A1 --preset smoke --learning-rate 1e-3 2e-3",
     "max-batch": "max-batch A1-fp32 --limit-gib 0.2 --data synthetic:80 --model tiny",
 }
-SECONDS = 25 if "PYTEST_XDIST_WORKER" in os.environ else 5  # beside other tests it takes longer
-# At a tenth of the steps: long enough for any test.
+SECONDS = 5  # in which a verb must have ended
+if "PYTEST_XDIST_WORKER" in os.environ:
+    SECONDS = 25  # beside other tests it takes longer
+# A run that waits at a tenth of its steps, for longer than any test takes.
 SLOW = "import time\nsay = lambda line: time.sleep(60)"
 
 
@@ -41,12 +43,12 @@ class Lab:
 
     def __init__(self, folder, verb: str, before: tuple[str, ...] = (), **streams):
         self.runs = folder / "runs"
-        self.family = []
+        self.family = []  # the processes at work, once a run trains
         notebook = folder / "notebook.ipynb"
         write_notebook(notebook, before=SLOW, work=FIT)
-        # What it is told it is on; a try of max-batch then runs on the CPU, in fp32.
+        # The machine that the verb is told it is on; max-batch then tries on the CPU, in fp32.
         machine = H200 if verb == "max-batch" else CPU
-        # Through papermill and its kernel: see test_sweep.
+        # Runs go through papermill and its kernel but for a sweep's: those are in test_sweep.
         told = environment(notebook, machine, plain=verb == "sweep")
         options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "cwd": ROOT, "text": True}
         options |= streams
@@ -67,38 +69,41 @@ class Lab:
                 process.kill()
 
     def wait_for_steps(self) -> None:
-        """Wait until a run trains, for as long as its driver lives, and note all processes."""
+        """Wait until a run trains, while the driver lives, and note all processes in `family`."""
         wait_for(lambda: self.process.poll() is not None or self.trains(), 400)
         assert self.process.poll() is None
-        runs = holders(self.runs) - {self.process.pid}  # which need not be below the driver
-        self.family = [
-            *psutil.Process(self.process.pid).children(recursive=True),
-            *map(psutil.Process, runs),
-        ]
+        children = psutil.Process(self.process.pid).children(recursive=True)
+        # The processes of runs need not be below the driver.
+        of_runs = holders(self.runs) - {self.process.pid}
+        self.family = [*children, *map(psutil.Process, of_runs)]
 
     def trains(self) -> bool:
+        """Return whether a run has logged a step."""
         return any(log.stat().st_size for log in self.runs.glob("*/*/steps.jsonl"))
 
     def ends(self) -> set[tuple]:
-        """The status of each run and what is said of it."""
+        """Return the status of each run and what is said of it."""
         return {end_of(path.parent) for path in self.runs.glob("*/*/record.json")}
 
     @property
     def alive(self) -> list[psutil.Process]:
-        return [
-            child
-            for child in self.family
-            if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
-        ]
+        """The processes of `family` that have not ended."""
+        alive = []
+        for process in self.family:
+            if process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+                alive.append(process)
+        return alive
 
 
-# All signals go through errors.stoppable, and all verbs with processes through local.Launcher.
+# One default case is enough, as all signals go through errors.stoppable, and all verbs with
+# processes through local.Launcher.
 CASES = [
     ("sweep", signal.SIGTERM),
     slow("sweep", signal.SIGINT),
     *(slow("run", number) for number in SIGNALS),
+    slow("tune", signal.SIGHUP),
+    slow("max-batch", signal.SIGTERM),
 ]
-CASES += [slow("tune", signal.SIGHUP), slow("max-batch", signal.SIGTERM)]
 
 
 @pytest.mark.parametrize(("verb", "number"), CASES, ids=lambda value: getattr(value, "name", value))
@@ -109,10 +114,8 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
         lab.process.send_signal(number)  # to the driver alone, as batch systems do
         _, err = lab.process.communicate(timeout=30)
         assert time.monotonic() - begin < SECONDS
-        assert (lab.process.returncode, err) == (
-            130,
-            f"stopped by {SIGNALS[number]}; finished runs are kept\n",
-        )
+        assert lab.process.returncode == 130
+        assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
         who = "" if verb == "run" else "the driver was "
         assert lab.ends() == {("killed", f"{who}stopped by {SIGNALS[number]}")}
         wait_for(lambda: not lab.alive)  # what served the driver ends a moment after it
@@ -121,35 +124,36 @@ def test_a_signal_ends_children_and_is_named_in_records_and_on_the_terminal(verb
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT], ids=lambda number: number.name)
 def test_what_a_terminal_sends_reaches_all_processes_and_may_come_twice(number, tmp_path):
-    """When it closes, and for Ctrl-C: to the driver, to papermill and to the kernel."""
+    """A terminal sends a signal when it closes, and for Ctrl-C.
+
+    It goes to the driver, to papermill and to the kernel.
+    """
     with Lab(tmp_path, "tune") as lab:
         lab.wait_for_steps()
         for _ in range(2):
             os.killpg(lab.process.pid, number)
-        assert (
-            lab.process.communicate(timeout=30)[1]
-            == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
-        )
+        _, err = lab.process.communicate(timeout=30)
+        assert err == f"stopped by {SIGNALS[number]}; finished runs are kept\n"
         assert {status for status, _ in lab.ends()} == {"killed"}
         wait_for(lambda: not lab.alive)
 
 
 @pytest.mark.slow
 def test_a_run_ends_with_the_terminal_that_closes(tmp_path):
-    terminal, its = pty.openpty()
+    terminal, stream = pty.openpty()
     with Lab(
         tmp_path,
         "run",
-        stdin=its,
-        stdout=its,
-        stderr=its,
+        stdin=stream,
+        stdout=stream,
+        stderr=stream,
         preexec_fn=lambda: ioctl(0, TIOCSCTTY, 0),
     ) as lab:
-        os.close(its)
+        os.close(stream)
         lab.wait_for_steps()
         os.close(terminal)
-        wanted = {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
-        assert (lab.process.wait(SECONDS), lab.ends()) == (130, wanted)
+        assert lab.process.wait(SECONDS) == 130
+        assert lab.ends() == {("killed", f"stopped by {SIGNALS[signal.SIGHUP]}")}
 
 
 @pytest.mark.slow
@@ -166,7 +170,7 @@ def test_nohup_keeps_a_run_from_sighup_but_not_from_sigterm(tmp_path):
 
 @pytest.mark.parametrize(("verb", "before"), [("sweep", ()), slow("tune", ("nohup",))])
 def test_a_run_whose_driver_was_killed_ends_and_says_so(verb, before, tmp_path):
-    """Under nohup as well, which lets all that it starts ignore SIGHUP."""
+    """This holds under nohup as well, by which all that it starts ignores SIGHUP."""
     with Lab(tmp_path, verb, before) as lab:
         lab.wait_for_steps()
         lab.process.kill()

@@ -40,16 +40,23 @@ def short(variant="P1", **sizes):
 
 
 def left_of(runs) -> list[int]:
-    """The processes at work for a runs folder, by their commands.
+    """Return the processes at work for a runs folder, which have it in their command.
 
-    Those whose torchrun has gone, and which are below this process no more, are among them.
+    Those whose torchrun has gone, and which are no longer below this process, are among them.
     """
-    found = [process.info for process in psutil.process_iter(["pid", "cmdline"])]
-    return [info["pid"] for info in found if str(runs) in (info["cmdline"] or [])]
+    left = []
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        command = process.info["cmdline"] or []
+        if str(runs) in command:
+            left.append(process.info["pid"])
+    return left
 
 
 def fit_warm(spec, runs, **fault) -> dict:
-    """The record of a run in its processes, without torchrun; one may end it by a fault."""
+    """Train a run in its processes, without torchrun; return its record.
+
+    A process may fail by a fault, see faulty.py.
+    """
     words = faulty.child_command(Work.RANK, spec, runs, fault)[2:]
     warm.together(runs, spec.world, *words, TORCHELASTIC_RESTART_COUNT="0")
     return record.read_record(runs / spec.run_path)
@@ -97,17 +104,24 @@ def test_the_first_process_logs_every_step_once_and_keeps_the_model(whole):
 # How torchrun is started and supervised.
 
 
-def test_torchrun_is_asked_for_as_many_processes_and_older_faults_are_gone(tmp_path, monkeypatch):
-    """By a torchrun of our own; how the real one ends is in the test after the next."""
+def test_torchrun_is_asked_for_as_many_processes(tmp_path, monkeypatch):
+    """How the real torchrun ends is in the slow tests below."""
     spec = short()
-    run_dir = tmp_path / spec.run_path
     asked = []
     monkeypatch.setattr("torch.distributed.run.main", asked.extend)
-    run_dir.mkdir(parents=True)
-    fault_path(run_dir, 1).write_text("{}")
+    (tmp_path / spec.run_path).mkdir(parents=True)
     torchrun.supervise(spec, str(tmp_path))
     assert asked[:3] == ["--standalone", "--nproc-per-node", "2"]
     assert asked[3:6] == ["-m", "qa_lib.lab.launch.child", "rank"]
+
+
+def test_faults_of_before_are_gone_when_torchrun_starts(tmp_path, monkeypatch):
+    spec = short()
+    run_dir = tmp_path / spec.run_path
+    monkeypatch.setattr("torch.distributed.run.main", lambda words: None)
+    run_dir.mkdir(parents=True)
+    fault_path(run_dir, 1).write_text("{}")
+    torchrun.supervise(spec, str(tmp_path))
     assert first_fault(run_dir) is None
 
 
@@ -170,7 +184,10 @@ def test_a_process_that_is_killed_ends_all_and_the_next_call_goes_on(whole, tmp_
 
 
 def fit_with_fault(spec, runs, fault, monkeypatch) -> dict:
-    """What fit returns of a run under torchrun in which one process fails; no other is left."""
+    """Return what fit returns for a run under torchrun in which one process fails.
+
+    Check that it ends in time, and that no process and no note of a fault is left.
+    """
     begin = time.monotonic()
     try:
         with monkeypatch.context() as patch:
@@ -197,7 +214,7 @@ fit(spec_from(sys.argv[1]), sys.argv[2])
 
 @pytest.mark.slow
 def test_ctrl_c_ends_all_processes(tmp_path):
-    """From a terminal it comes to torchrun as well."""
+    """A terminal sends it to torchrun as well."""
     spec = short(steps=100_000)
     written = json.dumps(dataclasses.asdict(spec))
     command = [sys.executable, "-c", FIT, written, str(tmp_path)]
@@ -221,8 +238,9 @@ def test_copies_that_drift_apart_are_told_in_the_record(tmp_path):
     assert entry["parallel"]["weights_equal"] is False
 
 
-# A fault is (its time, its kind, its status), one a process; exit codes are those of all processes.
-# SIGTERM is -15, SIGSEGV -11; SIGKILL, -9, is what torchrun sends to one that waits in a kernel.
+# Faults are (time, kind, status), one for each process that left one; exit codes are those of all
+# processes: -15 for SIGTERM, -11 for SIGSEGV, and -9 for SIGKILL, which torchrun sends to one that
+# waits in a kernel. The end is a status and what is said of it.
 CLOSED = (20.0, "ConnectionClosed", "error")
 CAUSES = {
     "the earlier fault": (
@@ -373,21 +391,42 @@ def test_stages_that_are_asked_for_by_a_number_or_by_its_absence_are_the_same():
 # GPUs, and turns on them.
 
 
+# What nvidia-smi topo prints of three GPUs and a network card.
+TOPOLOGY = "\n".join(
+    [
+        "\tGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity",
+        "GPU0\t X \tPIX\tSYS\tSYS\t0-31",
+        "GPU1\tPIX\t X \tNV18\tSYS\t0-31",
+        "GPU2\tSYS\tNV18\t X \tSYS\t0-31",
+        "NIC0\tSYS\tSYS\tSYS\t X",
+        "",
+        "Legend:",
+        "",
+        "  X    = Self",
+    ]
+)
 LINKS = {"abc": "PIX", "cb": "NV18", "ca": "SYS", "b": None, "ax": None}
 
 
-@pytest.mark.parametrize(("visible", "said"), LINKS.items())
-def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, said, monkeypatch):
-    topology = (ROOT / "tests" / "topology.txt").read_text()
-    answers = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": topology}
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda first, *_: answers[first])
+@pytest.mark.parametrize(("visible", "link"), LINKS.items())
+def test_the_link_is_that_of_the_first_two_gpus_that_the_process_sees(visible, link, monkeypatch):
+    outputs = {"--query-gpu=uuid": "GPU-a\nGPU-b\nGPU-c\n", "topo": TOPOLOGY}
+    pretend_gpus(visible, lambda first, *_: outputs[first], monkeypatch)
+    assert hardware.interconnect() == link
+
+
+def test_there_is_no_link_where_nvidia_smi_says_nothing(monkeypatch):
+    pretend_gpus("abc", lambda *_: "", monkeypatch)
+    assert hardware.interconnect() is None
+
+
+def pretend_gpus(visible: str, nvidia_smi, monkeypatch) -> None:
+    """Let this process see GPUs, a letter each, of which `nvidia_smi` tells."""
+    monkeypatch.setattr(hardware, "_nvidia_smi", nvidia_smi)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: len(visible))
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda card: types.SimpleNamespace(uuid=visible[card])
     )
-    assert hardware.interconnect() == said
-    monkeypatch.setattr(hardware, "_nvidia_smi", lambda *_: "")
-    assert hardware.interconnect() is None
 
 
 def test_the_first_process_takes_all_cards_in_one_order_whatever_order_they_are_seen_in(
@@ -439,23 +478,26 @@ def test_the_others_wait_until_the_first_has_its_turn():
 
 @pytest.fixture
 def port() -> int:
-    """One that nobody listens at."""
+    """A port that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         return free.getsockname()[1]
 
 
 def answers(port: int) -> bool:
-    """Whether somebody listens there."""
+    """Return whether somebody listens at that port."""
     with socket.socket() as client:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
 def agent(port: int, *options) -> subprocess.Popen:
-    """torchrun on one host of two, as torchrun.py documents it, which both are this machine."""
-    endpoint = "--nnodes 2 --rdzv-backend c10d --rdzv-id test --max-restarts 1 "
-    endpoint += f"--rdzv-endpoint 127.0.0.1:{port}"
+    """Start torchrun as on one host of two, as torchrun.py documents it.
+
+    Both hosts are this machine.
+    """
+    words = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-id", "test", "--max-restarts", "1"]
+    words += ["--rdzv-endpoint", f"127.0.0.1:{port}"]
     env = os.environ | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "torch.distributed.run", *endpoint.split(), *options]
+    command = [sys.executable, "-m", "torch.distributed.run", *words, *options]
     return subprocess.Popen(command, env=env, **PIPED)
 
 
@@ -488,7 +530,7 @@ def test_run_starts_the_processes_by_itself(tmp_path):
 def test_a_host_goes_on_alone_when_the_other_is_lost(port, tmp_path):
     """It takes the micro-batches of both from the last checkpoint on.
 
-    Here it notices sooner than by torchrun's own settings.
+    `conf` lets it notice the loss sooner than torchrun's own settings would.
     """
     spec = short(steps=200)
     work = child_command(Work.RANK, spec, tmp_path)[1:]

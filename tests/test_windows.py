@@ -1,5 +1,7 @@
-"""Windows equal, one by one, to those of the tokenizer's own overflow and of the reference recipe's
-search."""
+"""Windows are equal, one by one, to those of the tokenizer's own overflow.
+
+Their labels are those that the search of the reference recipe finds.
+"""
 
 import itertools
 from functools import partial
@@ -50,12 +52,15 @@ def small():
 
 
 def built(examples, tokenizer, max_length=384, stride=128) -> Samples:
+    """Return the samples of `examples`, which are not cached."""
     return build_samples(Given(examples), tokenizer, max_length, stride, cache=False)
 
 
 def check(examples: list[Example], tokenizer, max_length: int, stride: int) -> Samples:
-    """Return the samples of `examples`, after all of their arrays were held against the tokenizer's
-    own overflow and a plain search."""
+    """Return the samples of `examples`, after a comparison of all their arrays.
+
+    They are compared with the tokenizer's own overflow and with a plain search for the label.
+    """
     samples = built(examples, tokenizer, max_length, stride)
     questions = [example.question.lstrip() for example in examples]
     contexts = [example.context for example in examples]
@@ -133,41 +138,17 @@ def test_real_data_with_a_vocabulary_of_its_own():
     assert len(set(samples.example[samples.start_positions > 0].tolist())) > 0.99 * answered
 
 
-EDGES = [
-    "",
-    " ",
-    "🙂",
-    "e\u0301",
-    "\u0301",
-    " \u0301x",
-    "\u200b",
-    "\u00a0",
-    "\t\n",
-    "a  b",
-    "\x00",
-    "[SEP]",
-]
-EDGES += [
-    "x[MASK]y",
-    "naïve",
-    "日本",
-    "ﬁn",
-    "İ",
-    "ΑΣ",
-    "½",
-    "각",
-    "\ufffd",
-    "\u2028z",
-    "'",
-    "--",
-    "a\u0301 \u0301b",
-]
-EDGES += ["wwwwww" * 30]
+# Odd texts.
+EDGES = ["", " ", "\t\n", "a  b", "\x00", "\u00a0", "\u200b", "\u2028z", "\ufffd", "'", "--"]
+EDGES += ["\u0301", "e\u0301", " \u0301x", "a\u0301 \u0301b", "naïve", "İ", "ΑΣ", "ﬁn", "½"]
+EDGES += ["日本", "각", "🙂", "[SEP]", "x[MASK]y", "wwwwww" * 30]
 
 
 def edges(longest: int) -> list[Example]:
-    """Blank, empty and odd questions, shorter than that, over odd contexts; answers at both edges
-    of every window."""
+    """Return odd questions over odd contexts, and answers at both edges of every window.
+
+    The questions, some blank or empty, are shorter than `longest`.
+    """
     pairs = itertools.product(enumerate(EDGES), enumerate(EDGES))
     examples = [
         Example(f"e{i}{j}", "", q, f"{c} {c}") for (i, q), (j, c) in pairs if len(q) < longest
@@ -204,8 +185,7 @@ def test_any_text(small, data):
 
 
 def test_tokens_that_share_a_character_may_be_parted_by_a_windows_edge():
-    """A Hangul syllable is taken apart into letters, which are tokens with one and the same
-    offset."""
+    """A Hangul syllable is taken apart into letters, which are tokens with the same offset."""
     tokenizer = trained_tokenizer(["각흙가나각 x"], 1)
     context = "각흙가나" * 9
     assert len(tokenizer(context, add_special_tokens=False)["input_ids"]) > 2 * len(context)
@@ -238,37 +218,64 @@ def test_a_question_that_leaves_no_room_is_refused_where_the_tokenizer_refuses(
     if not crowded:
         check([example], small, 20, 4)
         return
-    wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* stride 4 \(1 such"
+    wanted = r"^given\.json: article 'Rivers', question 'q7': its \d+ tokens leave \d+ of 20 .* "
+    wanted += r"stride 4 \(1 such"
     refused(wanted, built, [Example("ok", "", "river", "river"), example], small, 20, 4)
     with pytest.raises(BaseException):  # noqa: B017 - a panic of the tokenizer's is no Exception
         if len(overflow(small, [example.question], [example.context], 20, 4)["input_ids"][0]) > 20:
             raise ValueError("transformers only warns where it cannot cut")
 
 
-def test_batches(small):
+# Batches.
+
+ROWS = np.array([31, 0, 5, 5])
+
+
+@pytest.fixture
+def samples(small):
+    """Samples of questions over contexts of growing length."""
     gold = (TEXT[4:9], 4)
-    examples = [
-        Example(str(i), "", "where", TEXT[: 7 * i], (gold,) if i > 1 else ()) for i in range(30)
-    ]
-    samples = built(examples, small, 30, 10)
-    rows = np.array([31, 0, 5, 5])
-    batch = samples.batch(rows, 56)
-    names = "input_ids attention_mask token_type_ids start_positions end_positions"
-    assert {name: array.dtype for name, array in batch.items()} == dict.fromkeys(
-        names.split(), np.int64
-    )
-    for i, row in enumerate(rows):
-        length, (first, stop) = samples.lengths[row], samples.context[row]
+    examples = []
+    for number in range(30):
+        answers = (gold,) if number > 1 else ()
+        examples.append(Example(str(number), "", "where", TEXT[: 7 * number], answers))
+    return built(examples, small, 30, 10)
+
+
+def test_a_batch_has_the_tokens_and_labels_of_its_rows_padded_to_a_length(samples, small):
+    batch = samples.batch(ROWS, 56)
+    for place, row in enumerate(ROWS):
+        length = samples.lengths[row]
+        first, stop = samples.context[row]
         ids = samples.tokens[samples.starts[row] : samples.starts[row + 1]]
-        assert batch["start_positions"][i] == samples.start_positions[row]
-        assert batch["input_ids"][i].tolist() == [*ids, *[small.pad_token_id] * (56 - length)]
-        assert batch["attention_mask"][i].tolist() == [1] * length + [0] * (56 - length)
-        assert batch["token_type_ids"][i].tolist() == [0] * first + [1] * (stop + 1 - first) + [
-            0
-        ] * (56 - length)
+        padding = 56 - length
+        of_context = stop + 1 - first  # with the special token at its end
+        types = [0] * first + [1] * of_context + [0] * padding
+        assert batch["input_ids"][place].tolist() == [*ids, *[small.pad_token_id] * padding]
+        assert batch["attention_mask"][place].tolist() == [1] * length + [0] * padding
+        assert batch["token_type_ids"][place].tolist() == types
+        assert batch["start_positions"][place] == samples.start_positions[row]
+        assert batch["end_positions"][place] == samples.end_positions[row]
+
+
+def test_all_arrays_of_a_batch_are_of_64_bit_integers(samples):
+    types = {name: array.dtype for name, array in samples.batch(ROWS, 56).items()}
+    assert types == {
+        "input_ids": np.int64,
+        "attention_mask": np.int64,
+        "token_type_ids": np.int64,
+        "start_positions": np.int64,
+        "end_positions": np.int64,
+    }
+
+
+def test_a_batch_that_is_shorter_than_one_of_its_rows_is_refused(samples):
     with pytest.raises(ValueError, match="does not fit"):
-        samples.batch(rows, int(samples.lengths[rows].max()) - 1)
-    assert samples.batch(rows[:0], 8)["input_ids"].shape == (0, 8)
+        samples.batch(ROWS, int(samples.lengths[ROWS].max()) - 1)
+
+
+def test_a_batch_of_no_rows_is_empty(samples):
+    assert samples.batch(ROWS[:0], 8)["input_ids"].shape == (0, 8)
 
 
 def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(small):
@@ -279,60 +286,62 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
 
 @pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
-    """An added token that swallows blanks, another normaliser, another splitter: words depend on
-    their neighbours."""
+    """With an added token that swallows blanks, another normaliser or another splitter, the tokens
+    of a word depend on its neighbours."""
     examples = [
         Example("q", "", "where  <b> is", TEXT + " <b> x"),
         Example("r", "", "  é", "a  b " * 30),
     ]
     tokenizer = trained_tokenizer([TEXT] * 3, 300)
-    parts = [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
     elif change == "normalizer":
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
-            [*parts, normalizers.BertNormalizer()]
+            [normalizers.Replace("h f", "hf"), normalizers.BertNormalizer()]
         )
     else:
         tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Split("e", "isolated")
     check(examples, tokenizer, 50, 10)
 
 
-# Of RoBERTa's kind, with four special tokens, and of ModernBERT's.
-SPLITTING_BYTES = [
-    byte_level_tokenizer,
-    partial(byte_level_tokenizer, add_prefix_space=True),
-    modern_tokenizer,
-]
+# Tokenizers that split bytes have no token types, blanks that belong to words, and several tokens
+# for a character.
+SPLITTING_BYTES = {
+    "RoBERTa": byte_level_tokenizer,  # with four special tokens
+    "RoBERTa's with a blank in front": partial(byte_level_tokenizer, add_prefix_space=True),
+    "ModernBERT": modern_tokenizer,
+}
 
 
-@pytest.mark.parametrize(
-    "learn", SPLITTING_BYTES, ids=["RoBERTa", "RoBERTa's with a blank in front", "ModernBERT"]
-)
-def test_tokenizers_that_split_bytes_give_their_own_overflow_and_no_answer_with_a_blank(
-    learn,
-):
-    """No token types, blanks that belong to words, several tokens for a character."""
-    tokenizer = learn([TEXT] * 3)
-    samples = check(edges(8), tokenizer, 60, 9)
+@pytest.fixture(params=SPLITTING_BYTES)
+def byte_tokenizer(request):
+    """A tokenizer that splits bytes."""
+    return SPLITTING_BYTES[request.param]([TEXT] * 3)
+
+
+def test_tokenizers_that_split_bytes_give_their_own_overflow(byte_tokenizer):
+    samples = check(edges(8), byte_tokenizer, 60, 9)
     assert len(samples) > len(edges(8))
-    assert {*samples.tokens[samples.starts[:-1]]} == {tokenizer.cls_token_id}
-    batch = samples.batch(np.array([0, len(samples) - 1]), 60)
+    assert {*samples.tokens[samples.starts[:-1]]} == {byte_tokenizer.cls_token_id}
+
+
+def test_batches_of_tokenizers_that_split_bytes_have_no_token_types(byte_tokenizer):
+    samples = built([Example("q", "", "where", "river")], byte_tokenizer, 60, 9)
+    batch = samples.batch(np.array([0]), 60)
     assert {*batch} == {"input_ids", "attention_mask", "start_positions", "end_positions"}
-    assert batch["input_ids"][0, -1] == tokenizer.pad_token_id
+    assert batch["input_ids"][0, -1] == byte_tokenizer.pad_token_id
+
+
+def test_a_question_that_leaves_no_room_is_refused_by_tokenizers_that_split_bytes(byte_tokenizer):
     crowded = [Example("q7", "Rivers", "river " * 30, "river")]
-    refused(
-        r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such",
-        built,
-        crowded,
-        tokenizer,
-        20,
-        4,
-    )
+    wanted = r"question 'q7': its \d+ tokens leave 0 of 20 .* stride 4 \(1 such"
+    refused(wanted, built, crowded, byte_tokenizer, 20, 4)
+
+
+def test_an_answer_begins_with_no_blank_where_blanks_belong_to_words(byte_tokenizer):
     word = TEXT.split()[3]
-    samples = check(
-        [Example("q", "", "where", TEXT, ((word, TEXT.index(f" {word}") + 1),))], tokenizer, 400, 9
-    )
+    answer = (word, TEXT.index(f" {word}") + 1)
+    samples = check([Example("q", "", "where", TEXT, (answer,))], byte_tokenizer, 400, 9)
     start, end = samples.characters(np.array([0]), samples.start_positions, samples.end_positions)
     assert TEXT[start.item() : end.item()] == word
 
@@ -351,21 +360,25 @@ def test_tokenizers_and_lengths_that_cannot_work(small):
     refused("has no token that pads", built, examples, bare)
 
 
+# The cache.
+
+
 def same(a: Samples, b: Samples) -> bool:
+    """Return whether all arrays of two samples are equal."""
     return all(np.array_equal(value, vars(b)[name]) for name, value in vars(a).items())
 
 
 @pytest.fixture
 def file(tmp_path):
-    golds = ("Rotterdam", TEXT.index("Rotterdam"))
-    return write(
-        tmp_path / "a.json", document((TEXT, [question("q", "where", golds), question("r", "")]))
-    )
+    """A file of two questions, one of them with an answer."""
+    gold = ("Rotterdam", TEXT.index("Rotterdam"))
+    questions = [question("q", "where", gold), question("r", "")]
+    return write(tmp_path / "a.json", document((TEXT, questions)))
 
 
 @pytest.fixture
 def cached(file, tmp_path, small):
-    """Builds samples of a file, cached; and the folder of the cache."""
+    """A function that builds samples of a file through a cache, and the cache's folder."""
 
     def build(source=file, tokenizer=small, max_length=64, stride=16, **more):
         return build_samples(

@@ -1,6 +1,7 @@
-"""Python processes that have PyTorch and the lab from the start, forked from one that has them.
+"""Python processes that have imported PyTorch and the lab when they start.
 
-A command imports for ten seconds of a busy core before it does anything.
+They are forked from a server that has imported them. Otherwise a command imports for ten seconds of
+a busy core before it does anything.
 """
 
 import os
@@ -20,7 +21,7 @@ SERVER.set_forkserver_preload(
 
 
 def address() -> str:
-    """Where the server listens, which is started if need be."""
+    """Return where the server listens; start it if need be."""
     forkserver.ensure_running()
     return forkserver._forkserver._forkserver_address
 
@@ -28,14 +29,13 @@ def address() -> str:
 def share(address: str) -> None:
     """Let this process fork from the server of another one, and start none of its own."""
     server = forkserver._forkserver
-    server._forkserver_address, server._forkserver_alive_fd = (
-        address,
-        os.open(os.devnull, os.O_RDONLY),
-    )
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
     server.ensure_running = lambda: None
 
 
 def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:
+    """Turn this forked process into `python -m WORDS` with that log and environment."""
     os.setsid()
     os.chdir(ROOT)
     os.environ.clear()
@@ -47,9 +47,9 @@ def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:
 
 
 def python(log: Path, *words: str, **environment: str):
-    """Start `python -m WORDS` from the repository's root, in a session of its own.
+    """Start `python -m WORDS` in the repository's root; return the process.
 
-    Its output goes to the file `log`.
+    It leads a session of its own, and its output goes to the file `log`.
     """
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environment
     process = SERVER.Process(target=_become, args=([*map(str, words)], log, environment))
@@ -62,13 +62,14 @@ def together(
 ) -> None:
     """Run `world` processes of `python -m WORDS` as torchrun starts them, until they end.
 
-    If one fails all end, and what they said is the error.
+    If one fails or the time is over, all are killed, and an AssertionError has what they said.
     """
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_RUN_ID": "warm"}
     common |= {"WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)} | environment
-    log, end = folder / "log.txt", time.monotonic() + limit_s
+    log = folder / "log.txt"
+    end = time.monotonic() + limit_s
     processes = [
         python(log, *words, RANK=str(rank), LOCAL_RANK=str(rank), **common) for rank in range(world)
     ]

@@ -1,11 +1,14 @@
-"""An executed notebook as a report of a few pages: jupyter nbconvert --config notebooks/pages/config.py out.ipynb
+"""nbconvert's settings for printing an executed notebook as a report of a few pages.
 
-It takes the package playwright and its browser; nbconvert says how to get what is missing. `--to html` takes neither.
+    jupyter nbconvert --config notebooks/pages/config.py out.ipynb
+
+This needs the package playwright and its browser; nbconvert says how to get what is missing.
+`--to html` needs neither.
 """
 
 from pathlib import Path
 
-c = get_config()  # noqa: F821
+c = get_config()  # noqa: F821 - nbconvert defines it
 c.NbConvertApp.export_format = "webpdf"
 c.TemplateExporter.extra_template_basedirs = [str(Path(__file__).parents[1])]
 c.TemplateExporter.template_name = Path(__file__).parent.name

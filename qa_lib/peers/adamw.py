@@ -1,42 +1,51 @@
-"""AdamW's update for the rivals, clipped, in the forms that a good engineer tries. Nothing of the library is used.
+"""AdamW's update with clipping for the rivals, in the forms that a good engineer tries.
 
-Each form has `step(gradients)`, which takes the gradients of `parameters` and waits for nothing, so that a CUDA graph
-can hold it. Weights do not decay.
+Each form has `step(gradients)`, which takes a gradient for each of `parameters`, in their order. It
+never waits for the device, so that a CUDA graph can hold it. There is no weight decay. This file
+imports nothing of the library.
 """
 
 import torch
 from torch import nn
 
-BETAS, EPS, CLIP = (0.9, 0.999), 1e-8, 1.0
+BETAS = (0.9, 0.999)  # decay of the first and of the second moment
+EPS = 1e-8
+CLIP = 1.0  # the largest norm of all gradients together
 SMALL = 100_000  # parameters with fewer elements are updated as one
 
 
-def _factor(gradients: list[torch.Tensor]) -> torch.Tensor:
-    """What brings the gradients down to the norm CLIP: a number on the device, at most 1."""
+def _clip_factor(gradients: list[torch.Tensor]) -> torch.Tensor:
+    """Return the factor, at most 1, that scales the gradients to a norm of at most CLIP.
+
+    It is a scalar tensor on the device.
+    """
     norm = torch.nn.utils.get_total_norm(gradients).float()
     return (CLIP / (norm + 1e-6)).clamp(max=1.0)
 
 
 class PublicAdamW:
-    """A public optimizer of PyTorch's interface: PyTorch's fused AdamW, or torchao's with stochastic rounding."""
+    """PyTorch's fused AdamW, or, if `stochastic`, torchao's AdamW with stochastic rounding."""
 
     def __init__(self, model: nn.Module, rate: float, stochastic: bool = False):
         self.parameters = list(model.parameters())
         device = self.parameters[0].device
-        rate = torch.tensor(rate, device=device) if device.type == "cuda" else rate
-        shape = {"lr": rate, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
+        on_gpu = device.type == "cuda"
+        if on_gpu:
+            rate = torch.tensor(rate, device=device)  # a float would be a constant of the graph
+        options = {"lr": rate, "betas": BETAS, "eps": EPS, "weight_decay": 0.0}
         if stochastic:
             from torchao.optim import _AdamW
 
-            self.optimizer = _AdamW(self.parameters, **shape, bf16_stochastic_round=True)
+            self.optimizer = _AdamW(self.parameters, **options, bf16_stochastic_round=True)
         else:
             self.optimizer = torch.optim.AdamW(
-                self.parameters, **shape, fused=True, capturable=device.type == "cuda"
+                self.parameters, **options, fused=True, capturable=on_gpu
             )
 
     @torch.no_grad()
     def step(self, gradients: list[torch.Tensor]) -> None:
-        clipped = torch._foreach_mul(gradients, _factor(gradients))
+        """Update the weights in place."""
+        clipped = torch._foreach_mul(gradients, _clip_factor(gradients))
         for parameter, gradient in zip(self.parameters, clipped, strict=True):
             parameter.grad = gradient
         self.optimizer.step()
@@ -48,12 +57,17 @@ class PublicAdamW:
 
 
 class CompiledAdamW:
-    """An update of one's own, compiled to one kernel for each large parameter and one for all small ones.
+    """A hand-written AdamW that torch.compile turns into few kernels.
 
-    Weights in 16 bits are rounded stochastically, or, with `masters`, are copies of weights in fp32. Clipping is part
-    of the update. Moments are of type `moments`. Where `hashed`, rounding takes its random bits from a few integer
-    operations in place of PyTorch's random numbers. With `together`, one compiled function updates all parameters, and
-    Inductor joins its kernels.
+    There is one kernel for each large parameter and one for all small ones together. Clipping is
+    part of the update. Weights in 16 bits are rounded stochastically.
+
+    - `masters`: keep the weights in fp32 as well; those in 16 bits are copies of them.
+    - `moments`: the type of both moments.
+    - `hashed`: draw the random bits of the rounding by a few integer operations, not by PyTorch's
+      random numbers.
+    - `together`: compile one function that updates all parameters, whose kernels Inductor joins.
+    - `compiled`: False runs the same update eagerly, for tests.
     """
 
     def __init__(
@@ -70,16 +84,18 @@ class CompiledAdamW:
         device = self.parameters[0].device
         self.large = [i for i, p in enumerate(self.parameters) if p.numel() >= SMALL]
         small = [i for i, p in enumerate(self.parameters) if p.numel() < SMALL]
-        # The longest first: all but the last begin where 16 bytes do.
+        # With the longest first, all but the last begin at a multiple of 16 bytes.
         self.small = sorted(small, key=lambda i: -self.parameters[i].numel())
+        # A flat tensor for each large parameter, then one for all small ones.
         self.weights = [self.parameters[i].detach().view(-1) for i in self.large]
         if self.small:
-            self.weights.append(self._merged())
-        wide = [weight.float() if masters else None for weight in self.weights]
-        self.state = [
-            (weight, master, torch.zeros_like(weight, dtype=moments), torch.zeros_like(weight, dtype=moments))
-            for weight, master in zip(self.weights, wide, strict=True)
-        ]  # fmt: skip
+            self.weights.append(self._merge_small())
+        self.state = []  # weight, fp32 master or None, first moment, second moment
+        for weight in self.weights:
+            master = weight.float() if masters else None
+            mean = torch.zeros_like(weight, dtype=moments)
+            square = torch.zeros_like(weight, dtype=moments)
+            self.state.append((weight, master, mean, square))
         self.rate = torch.tensor(rate, device=device)
         self.count = torch.zeros((), device=device)
         self.seeds = [
@@ -87,15 +103,17 @@ class CompiledAdamW:
             for number in range(len(self.weights))
         ]
         self.hashed = hashed
-        options = {"combo_kernels": True} if together else {}
-        update = self._update_all if together else _update
-        if compiled:
-            update = torch.compile(update, fullgraph=True, dynamic=False, options=options)
-        self.update_all = update if together else self._update_all
-        self.update = _update if together else update
+        self.update = _update
+        self.update_all = self._update_all
+        if compiled and together:
+            self.update_all = torch.compile(
+                self._update_all, fullgraph=True, dynamic=False, options={"combo_kernels": True}
+            )
+        elif compiled:
+            self.update = torch.compile(_update, fullgraph=True, dynamic=False, options={})
 
-    def _merged(self) -> torch.Tensor:
-        """The small parameters in one piece of memory, of which they are views from now on."""
+    def _merge_small(self) -> torch.Tensor:
+        """Move the small parameters into one tensor, which is returned; they become views of it."""
         pieces = [self.parameters[i].detach() for i in self.small]
         merged = torch.cat([piece.flatten() for piece in pieces])
         parts = merged.split([piece.numel() for piece in pieces])
@@ -105,40 +123,53 @@ class CompiledAdamW:
 
     @torch.no_grad()
     def step(self, gradients: list[torch.Tensor]) -> None:
+        """Update the weights in place."""
         self.count += 1
-        factor = _factor(gradients)
+        factor = _clip_factor(gradients)
         flat = [gradients[i].reshape(-1) for i in self.large]
         if self.small:
             flat.append(torch.cat([gradients[i].flatten() for i in self.small]))
-        first, second = (1 - beta**self.count for beta in BETAS)
-        torch._foreach_add_(self.seeds, len(self.seeds))
-        self.update_all(flat, factor, self.rate / first, second)
+        mean_correction = 1 - BETAS[0] ** self.count
+        square_correction = 1 - BETAS[1] ** self.count
+        torch._foreach_add_(self.seeds, len(self.seeds))  # so that none ever comes twice
+        self.update_all(flat, factor, self.rate / mean_correction, square_correction)
 
-    def _update_all(self, flat, factor, rate, second):
+    def _update_all(self, flat, factor, rate, square_correction):
+        """Update each tensor of `weights` by its gradient, the one at its place in `flat`."""
         for state, gradient, seed in zip(self.state, flat, self.seeds, strict=True):
-            self.update(*state, gradient, factor, rate, second, seed if self.hashed else None)
+            if not self.hashed:
+                seed = None
+            self.update(*state, gradient, factor, rate, square_correction, seed)
 
 
-def _update(weight, master, mean, square, gradient, factor, rate, second, seed):
-    """The update of one parameter in place: the first moment's correction is in `rate`, `second` is the other's."""
+def _update(weight, master, mean, square, gradient, factor, rate, square_correction, seed):
+    """Update one flat tensor of weights and its moments in place.
+
+    `rate` has the bias correction of the first moment in it; that of the second one is
+    `square_correction`. `factor` clips the gradient. `seed` is None or that of the rounding.
+    """
     gradient = gradient.float() * factor
     mean_now = mean.float().lerp(gradient, 1 - BETAS[0])
     square_now = square.float().lerp(gradient.square(), 1 - BETAS[1])
     mean.copy_(mean_now)
     square.copy_(square_now)
     wide = weight.float() if master is None else master
-    wide = wide - rate * mean_now / ((square_now / second).sqrt() + EPS)
+    wide = wide - rate * mean_now / ((square_now / square_correction).sqrt() + EPS)
     if master is not None:
         master.copy_(wide)
         weight.copy_(wide)
     elif weight.dtype == torch.bfloat16:
-        weight.copy_(_rounded(wide, seed))
+        weight.copy_(_round_stochastically(wide, seed))
     else:
         weight.copy_(wide)
 
 
-def _rounded(wide: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
-    """fp32 to bf16, up or down at random, so that the mean is right: noise below the 16 bits that stay is added."""
+def _round_stochastically(wide: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
+    """Round fp32 to bf16, up or down at random, so that the mean of many roundings is right.
+
+    Random bits are added to the 16 bits that bf16 does not keep, which are then cut off. They come
+    from `_hash` with `seed`, or from PyTorch's generator where `seed` is None.
+    """
     if seed is None:
         noise = torch.randint(0, 1 << 16, wide.shape, dtype=torch.int32, device=wide.device)
     else:
@@ -148,7 +179,11 @@ def _rounded(wide: torch.Tensor, seed: torch.Tensor | None) -> torch.Tensor:
 
 
 def _hash(x: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """16 bits that look random, of each number: the last steps of MurmurHash3 with 32 bits."""
+    """Return 16 bits that look random for each int32 of x.
+
+    The steps are the finalizer of MurmurHash3 for 32 bits, with its multipliers as signed numbers;
+    the masks make arithmetic shifts logical ones.
+    """
     x = x ^ (seed * -1640531527)
     x = (x ^ (x >> 16 & 0xFFFF)) * -2048144789
     x = (x ^ (x >> 13 & 0x7FFFF)) * -1028477387

@@ -1,10 +1,11 @@
-"""BERT for extractive question answering in plain PyTorch, without padding, as a good engineer writes it in an
-afternoon: a rival for family E (variants E-plain and E-plain-graphs).
+"""BERT for extractive question answering in plain PyTorch, without padding.
 
-Nothing of the library is used. Samples lie one after the other in one sequence of a static length, and FlashAttention
-is told where each begins. Weights come from transformers' model and go back into it, so that both start alike and are
-scored alike. What such an engineer tries next are options of `Bert`, each off at first; `qa_lib.peers.search` tells
-which of them pay.
+This is the model as a good engineer writes it in an afternoon: the rival of family E (variants
+E-plain and E-plain-graphs). The file imports nothing of the library. Samples lie one after the
+other in one sequence of a static length, and FlashAttention is told where each begins. Weights come
+from transformers' model and go back into it, so that both start alike and are scored alike. What
+such an engineer tries next are options of `Bert`, each off by default; `qa_lib.peers.search`
+measures which of them pay.
 """
 
 import torch
@@ -14,7 +15,11 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 
 def flash(query, key, value, ends, longest: int, rate: float):
-    """Attention within segments, of [tokens, heads, width]: FlashAttention; on a CPU and in fp32, a mask."""
+    """Attend within segments by FlashAttention; on a CPU and in fp32, by SDPA with a mask.
+
+    Query, key and value and the result are [tokens, heads, width of a head]. Segments begin and end
+    at `ends`, int32 [segments + 1]; none is longer than `longest`. `rate` is that of dropout.
+    """
     if query.is_cuda and query.dtype != torch.float32:
         return torch.ops.aten._flash_attention_forward(
             query, key, value, ends, ends, longest, longest, rate, False, False
@@ -26,7 +31,7 @@ def flash(query, key, value, ends, longest: int, rate: float):
 
 
 def cudnn(query, key, value, ends, longest: int, rate: float):
-    """The same by cuDNN's kernel for segments; on a CPU, a mask."""
+    """Attend within segments by cuDNN's kernel; on a CPU, by SDPA with a mask."""
     if not query.is_cuda:
         return flash(query, key, value, ends, longest, rate)
     return torch.ops.aten._cudnn_attention_forward(
@@ -35,7 +40,10 @@ def cudnn(query, key, value, ends, longest: int, rate: float):
 
 
 def flex(query, key, value, mask, longest: int, rate: float):
-    """The same by FlexAttention and a mask of blocks. It has no dropout: `rate` must be 0."""
+    """Attend within segments by FlexAttention and the `mask` that block_mask returns.
+
+    Raises ValueError where `rate` is not 0, as FlexAttention has no dropout.
+    """
     if rate:
         raise ValueError("FlexAttention has no dropout: take attention_dropout=0.0")
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
@@ -46,7 +54,8 @@ ATTENTION = {"flash": flash, "cudnn": cudnn, "flex": flex}
 
 
 def block_mask(ends, tokens: int):
-    """FlexAttention's mask for segments that end at `ends`: a token attends within its own."""
+    """Return FlexAttention's mask for segments with these `ends`, in which each token attends
+    within its own."""
     segment = torch.bucketize(torch.arange(tokens, device=ends.device), ends, right=True)
 
     def within(batch, head, query, key):
@@ -56,16 +65,18 @@ def block_mask(ends, tokens: int):
 
 
 def dropout(x, rate: float, noise):
-    """Dropout by random bytes `noise` of x's shape, one draw for the whole step: a byte under 256 x rate drops its
-    element. Without `noise`, PyTorch's own."""
+    """Drop elements of x: by PyTorch's dropout where `noise` is None, or else by `noise`.
+
+    `noise` is uint8 of x's shape. An element is dropped where its byte is below 256 x rate.
+    """
     if noise is None or not rate:
         return F.dropout(x, rate)
-    least = round(256 * rate)
-    return torch.where(noise >= least, x * (256 / (256 - least)), 0.0)
+    smallest_kept = round(256 * rate)
+    return torch.where(noise >= smallest_kept, x * (256 / (256 - smallest_kept)), 0.0)
 
 
 class Layer(nn.Module):
-    """One layer: x [tokens, width] to the same."""
+    """A layer of BERT, from [tokens, width] to the same: attention, then feed-forward."""
 
     def __init__(
         self,
@@ -79,37 +90,42 @@ class Layer(nn.Module):
         gelu: str = "none",
     ):
         super().__init__()
-        self.heads, self.rate, self.gelu = heads, dropout, gelu
-        self.attention = ATTENTION[attention]
+        self.heads = heads
+        self.rate = dropout
         self.attention_rate = dropout if attention_dropout is None else attention_dropout
-        self.qkv, self.out, self.norm1 = (
-            nn.Linear(width, 3 * width),
-            nn.Linear(width, width),
-            nn.LayerNorm(width, eps),
-        )
-        self.up, self.down, self.norm2 = (
-            nn.Linear(width, inner),
-            nn.Linear(inner, width),
-            nn.LayerNorm(width, eps),
-        )
+        self.attention = ATTENTION[attention]
+        self.gelu = gelu
+        self.qkv = nn.Linear(width, 3 * width)
+        self.out = nn.Linear(width, width)
+        self.norm1 = nn.LayerNorm(width, eps)
+        self.up = nn.Linear(width, inner)
+        self.down = nn.Linear(inner, width)
+        self.norm2 = nn.LayerNorm(width, eps)
 
     def forward(self, x, ends, longest: int, noise=None):
-        rate, attention_rate = (self.rate, self.attention_rate) if self.training else (0.0, 0.0)
-        first, second = (None, None) if noise is None else noise.unbind(0)
+        """Return the layer's output; `noise` is None or uint8 [2, tokens, width] for dropout."""
+        rate = self.rate if self.training else 0.0
+        attention_rate = self.attention_rate if self.training else 0.0
+        noise1, noise2 = (None, None) if noise is None else noise.unbind(0)
         query, key, value = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(1)
         attended = self.attention(query, key, value, ends, longest, attention_rate).flatten(1)
-        x = self.norm1(x + dropout(self.out(attended), rate, first))
+        x = self.norm1(x + dropout(self.out(attended), rate, noise1))
         inner = F.gelu(self.up(x), approximate=self.gelu)
-        return self.norm2(x + dropout(self.down(inner), rate, second))
+        return self.norm2(x + dropout(self.down(inner), rate, noise2))
 
 
 class Bert(nn.Module):
-    """A model of the shape of `like`, a BertForQuestionAnswering of transformers, for segments of at most `longest`
-    tokens.
+    """BERT with an answer's two logits a token, in the sizes of transformers' model `like`.
 
-    Options: the kernel of `attention` (see ATTENTION) and its own rate of dropout, "tanh" for `gelu`, the two type
-    embeddings by arithmetic in place of a look-up (`blend_types`), whose gradient is a sum and no scatter to two rows,
-    and dropout from random bytes that one kernel draws for the whole step (`drawn_at_once`).
+    `like` is a BertForQuestionAnswering; only its config is read. No segment is longer than
+    `longest` tokens. The options:
+
+    - `attention`: the kernel, a name of ATTENTION.
+    - `attention_dropout`: the rate within attention, where it is not `dropout`.
+    - `gelu`: "none" for the exact function, "tanh" for its approximation.
+    - `blend_types`: compute the embedding of the two token types by arithmetic in place of a
+      look-up, so that its gradient is a sum and not a scatter to two rows.
+    - `drawn_at_once`: take dropout from random bytes that one kernel draws for the whole step.
     """
 
     def __init__(
@@ -125,21 +141,27 @@ class Bert(nn.Module):
     ):
         super().__init__()
         config = like.config
-        width, eps, self.longest, self.rate = (
-            config.hidden_size,
-            config.layer_norm_eps,
-            longest,
-            dropout,
-        )
-        self.by_blocks = attention == "flex"
-        self.blend_types, self.drawn_at_once = blend_types, drawn_at_once
+        width = config.hidden_size
+        self.longest = longest
+        self.rate = dropout
+        self.takes_block_mask = attention == "flex"
+        self.blend_types = blend_types
+        self.drawn_at_once = drawn_at_once
         self.words = nn.Embedding(config.vocab_size, width)
         self.positions = nn.Embedding(config.max_position_embeddings, width)
         self.types = nn.Embedding(config.type_vocab_size, width)
-        self.norm = nn.LayerNorm(width, eps)
-        shape = (width, config.intermediate_size, config.num_attention_heads, dropout, eps)
+        self.norm = nn.LayerNorm(width, config.layer_norm_eps)
         self.layers = nn.ModuleList(
-            Layer(*shape, attention, attention_dropout, gelu)
+            Layer(
+                width=width,
+                inner=config.intermediate_size,
+                heads=config.num_attention_heads,
+                dropout=dropout,
+                eps=config.layer_norm_eps,
+                attention=attention,
+                attention_dropout=attention_dropout,
+                gelu=gelu,
+            )
             for _ in range(config.num_hidden_layers)
         )
         self.head = nn.Linear(width, 2)
@@ -147,71 +169,80 @@ class Bert(nn.Module):
     def forward(
         self, input_ids, position_ids, token_type_ids, cu_seqlens, start_positions, end_positions
     ):
-        """The mean loss over samples. Tokens [1, tokens]; where segments end, [segments + 1]; answers [samples], whose
-        segments are the first ones. An answer of -100 is of no sample: its segment is empty or padding."""
+        """Return the mean loss over samples.
+
+        The first three are [1, tokens]. `cu_seqlens`, [segments + 1], says where segments begin and
+        end. The positions of the answers are [samples], those of the first segments; -100 stands
+        where a segment is no sample but empty or padding.
+        """
         x = self.embed(input_ids[0], position_ids[0], token_type_ids[0])
-        noise = self.draw(x) if self.drawn_at_once and self.training else [None] * len(self.layers)
-        ends = block_mask(cu_seqlens, len(x)) if self.by_blocks else cu_seqlens
-        for layer, own_noise in zip(self.layers, noise, strict=True):
-            x = layer(x, ends, self.longest, own_noise)
+        noise = [None] * len(self.layers)
+        if self.drawn_at_once and self.training:
+            noise = self.draw(x)
+        ends = block_mask(cu_seqlens, len(x)) if self.takes_block_mask else cu_seqlens
+        for layer, noise_of_layer in zip(self.layers, noise, strict=True):
+            x = layer(x, ends, self.longest, noise_of_layer)
         return self.loss(x, cu_seqlens, start_positions, end_positions)
 
     def embed(self, input_ids, position_ids, token_type_ids):
-        """What enters the first layer, [tokens, width]."""
+        """Return the sum of the embeddings that enters the first layer, [tokens, width]."""
         if self.blend_types:
-            no, yes = self.types.weight
-            types = no + token_type_ids[:, None] * (yes - no)
+            type0, type1 = self.types.weight
+            types = type0 + token_type_ids[:, None] * (type1 - type0)
         else:
             types = self.types(token_type_ids)
         x = self.words(input_ids) + self.positions(position_ids) + types
         return F.dropout(self.norm(x), self.rate if self.training else 0.0)
 
     def draw(self, x):
-        """Random bytes for each element of two dropouts of each layer: uint8 [layers, 2, tokens, width]."""
+        """Return random bytes for the two dropouts of each layer: uint8 [layers, 2, tokens, width].
+
+        They are drawn as int32, four bytes at a time.
+        """
         shape = (len(self.layers), 2, len(x), x.shape[1] // 4)
-        least, most = torch.iinfo(torch.int32).min, torch.iinfo(torch.int32).max
-        return torch.randint(least, most, shape, dtype=torch.int32, device=x.device).view(
-            torch.uint8
-        )
+        range32 = torch.iinfo(torch.int32)
+        bits = torch.randint(range32.min, range32.max, shape, dtype=torch.int32, device=x.device)
+        return bits.view(torch.uint8)
 
     def loss(self, x, cu_seqlens, start_positions, end_positions):
-        """The mean over samples, from what leaves the last layer."""
-        # The logits of each sample in a row of its own, padded, for a softmax over it alone.
-        begin, end = (
-            cu_seqlens[: len(start_positions), None],
-            cu_seqlens[1 : len(start_positions) + 1, None],
-        )
+        """Return the mean loss over samples for x, the last layer's output [tokens, width]."""
+        # The logits of each sample come into a row of its own, padded, for a softmax over it alone.
+        samples = len(start_positions)
+        begin = cu_seqlens[:samples, None]
+        end = cu_seqlens[1 : samples + 1, None]
         index = begin + torch.arange(self.longest, device=x.device)
-        rows = (
-            self.head(x)[index.clamp(max=len(x) - 1)]
-            .float()
-            .masked_fill((index >= end)[..., None], -torch.inf)
-        )
-        return (
-            F.cross_entropy(rows[..., 0], start_positions)
-            + F.cross_entropy(rows[..., 1], end_positions)
-        ) / 2
+        logits = self.head(x)[index.clamp(max=len(x) - 1)].float()
+        logits = logits.masked_fill((index >= end)[..., None], -torch.inf)
+        start_loss = F.cross_entropy(logits[..., 0], start_positions)
+        end_loss = F.cross_entropy(logits[..., 1], end_positions)
+        return (start_loss + end_loss) / 2
 
     def pairs(self, like: nn.Module):
-        """Each weight of this model and the one of transformers' model that it stands for."""
-        theirs = like.bert.embeddings
+        """Yield each weight of this model with the same weight of transformers' model."""
+        embeddings = like.bert.embeddings
         modules = [
-            (self.words, theirs.word_embeddings),
-            (self.positions, theirs.position_embeddings),
+            (self.words, embeddings.word_embeddings),
+            (self.positions, embeddings.position_embeddings),
+            (self.types, embeddings.token_type_embeddings),
+            (self.norm, embeddings.LayerNorm),
+            (self.head, like.qa_outputs),
         ]
-        modules += [(self.types, theirs.token_type_embeddings), (self.norm, theirs.LayerNorm)]
-        modules.append((self.head, like.qa_outputs))
-        for own, other in zip(self.layers, like.bert.encoder.layer, strict=True):
+        for layer, like_layer in zip(self.layers, like.bert.encoder.layer, strict=True):
             modules += [
-                (own.out, other.attention.output.dense),
-                (own.norm1, other.attention.output.LayerNorm),
+                (layer.out, like_layer.attention.output.dense),
+                (layer.norm1, like_layer.attention.output.LayerNorm),
+                (layer.up, like_layer.intermediate.dense),
+                (layer.down, like_layer.output.dense),
+                (layer.norm2, like_layer.output.LayerNorm),
             ]
-            modules += [(own.up, other.intermediate.dense), (own.down, other.output.dense)]
-            modules.append((own.norm2, other.output.LayerNorm))
-            separate = [getattr(other.attention.self, name) for name in ("query", "key", "value")]
-            yield from zip(own.qkv.weight.chunk(3), [part.weight for part in separate], strict=True)
-            yield from zip(own.qkv.bias.chunk(3), [part.bias for part in separate], strict=True)
-        for own, other in modules:
-            yield own.weight, other.weight
-            if hasattr(own, "bias"):
-                yield own.bias, other.bias
+            separate = like_layer.attention.self
+            qkv = (separate.query, separate.key, separate.value)
+            weights = layer.qkv.weight.chunk(3)
+            biases = layer.qkv.bias.chunk(3)
+            for weight, bias, like_module in zip(weights, biases, qkv, strict=True):
+                yield weight, like_module.weight
+                yield bias, like_module.bias
+        for module, like_module in modules:
+            yield module.weight, like_module.weight
+            if hasattr(module, "bias"):
+                yield module.bias, like_module.bias

@@ -1,83 +1,103 @@
-"""Which samples share a packed sequence, so that hardly a token of it is padding. Nothing of the library is used.
+"""Group samples into packed sequences so that hardly a token of them is padding.
 
-Over all samples of an epoch at once, since a window of a few thousand samples has a mean of its own: the sequences of
-one window are then as full as its mean allows, and the fullest window sets the length of all.
+All samples of an epoch are grouped at once. A window of a few thousand samples would have a mean
+length of its own, its sequences would be as full as that mean allows, and the fullest window would
+set the length of all. This file imports nothing of the library.
 """
 
 import heapq
+import math
 
 import numpy as np
 
-SWAPS = 20  # rounds; each about halves what sums differ by
+SWAP_ROUNDS = 20  # each about halves the differences between the groups' sums
 
 
 def deal(lengths: np.ndarray, size: int) -> list[np.ndarray]:
-    """Groups of `size` samples each, with nearly equal sums of `lengths`; up to size - 1 samples are left out.
+    """Return groups of `size` samples each, as indices, with nearly equal sums of `lengths`.
 
-    Longest first, in rounds that give each group one sample: the longest of the round to the group that has least.
-    Then fullest and emptiest groups swap samples, in a few rounds, until all are within a token or two.
+    Samples are dealt like cards, longest first, in rounds that give each group one sample: the
+    longest of the round goes to the group with the smallest sum. Then the fullest and the emptiest
+    groups swap samples for a few rounds, until all sums are within a token or two. Up to size - 1
+    samples are left out.
     """
-    groups = len(lengths) // size
-    rounds = np.argsort(-lengths, kind="stable")[: groups * size].reshape(size, groups)
-    totals, dealt = np.zeros(groups, dtype=np.int64), np.empty_like(rounds)
+    count = len(lengths) // size
+    rounds = np.argsort(-lengths, kind="stable")[: count * size].reshape(size, count)
+    sums = np.zeros(count, dtype=np.int64)
+    dealt = np.empty_like(rounds)
     for row, samples in zip(dealt, rounds, strict=True):
-        row[np.argsort(totals, kind="stable")] = samples
-        totals += lengths[row]
-    dealt = dealt.T.copy()
-    for _ in range(SWAPS):
-        _swap(dealt, lengths)
-    return list(dealt)
+        row[np.argsort(sums, kind="stable")] = samples
+        sums += lengths[row]
+    groups = dealt.T.copy()
+    for _ in range(SWAP_ROUNDS):
+        _swap(groups, lengths)
+    return list(groups)
 
 
-def _swap(dealt: np.ndarray, lengths: np.ndarray) -> None:
-    """The fullest group with the emptiest, the next with the next: each pair swaps the two samples that bring their
-    sums nearest to one another, if any do."""
-    order = np.argsort(lengths[dealt].sum(1), kind="stable")
+def _swap(groups: np.ndarray, lengths: np.ndarray) -> None:
+    """Bring the sums of `groups`, [groups, size], nearer to each other, in place.
+
+    The fullest group is paired with the emptiest, the second fullest with the second emptiest, and
+    so on. Each pair swaps the two samples that bring its sums nearest to each other, if any do.
+    """
+    order = np.argsort(lengths[groups].sum(1), kind="stable")
     half = len(order) // 2
-    low, high = dealt[order[:half]], dealt[order[::-1][:half]]
+    emptier, fuller = order[:half], order[::-1][:half]
+    low = groups[emptier]
+    high = groups[fuller]
     gap = lengths[high].sum(1) - lengths[low].sum(1)
-    # What the gap would be after a swap of sample i of the fuller group with sample j of the emptier one.
-    after = gap[:, None, None] - 2 * (lengths[high][:, :, None] - lengths[low][:, None, :])
-    best = np.abs(after).reshape(half, -1).argmin(1)
-    pair, (i, j) = np.arange(half), np.divmod(best, dealt.shape[1])
-    better = np.abs(after).reshape(half, -1)[pair, best] < gap
+    # [pair, i, j]: the gap after a swap of sample i of the fuller group and j of the emptier one.
+    gap_after = gap[:, None, None] - 2 * (lengths[high][:, :, None] - lengths[low][:, None, :])
+    distance = np.abs(gap_after).reshape(half, -1)
+    best = distance.argmin(1)
+    pair = np.arange(half)
+    i, j = np.divmod(best, groups.shape[1])
+    better = distance[pair, best] < gap
     pair, i, j = pair[better], i[better], j[better]
     high[pair, i], low[pair, j] = low[pair, j].copy(), high[pair, i].copy()
-    dealt[order[:half]], dealt[order[::-1][:half]] = low, high
+    groups[emptier] = low
+    groups[fuller] = high
 
 
 def fill(lengths: np.ndarray, budget: int) -> list[np.ndarray]:
-    """Groups of any number of samples whose `lengths` sum up to `budget` at most, and nearly to it where groups are of
-    some dozens of samples.
+    """Return groups of samples, as indices, whose `lengths` sum up to `budget` at most.
 
-    Longest first, each sample to the group that has least, in as few groups as hold them all. Raises ValueError for a
-    sample longer than `budget`.
+    The number of samples in a group is free. Sums are nearly `budget` where a group has some dozens
+    of samples. Longest first, each sample goes to the group with the smallest sum, in as few groups
+    as hold them all.
+
+    Raises ValueError: a sample is longer than `budget`.
     """
     if lengths.max() > budget:
         raise ValueError(f"a sample of {lengths.max()} tokens is longer than {budget}")
-    number = -(-int(lengths.sum()) // budget)
+    count = math.ceil(lengths.sum() / budget)
     while True:
-        groups = [[] for _ in range(number)]
-        least = [(0, group) for group in range(number)]
+        groups = [[] for _ in range(count)]
+        sums = [(0, group) for group in range(count)]  # a heap
         for sample in np.argsort(-lengths, kind="stable"):
-            total, group = heapq.heappop(least)
+            total, group = heapq.heappop(sums)
             groups[group].append(sample)
-            heapq.heappush(least, (total + int(lengths[sample]), group))
-        if max(total for total, _ in least) <= budget:
+            heapq.heappush(sums, (total + int(lengths[sample]), group))
+        if max(total for total, _ in sums) <= budget:
             return [np.array(group) for group in groups]
-        number += max(1, number // 1000)
+        count += max(1, count // 1000)
 
 
-def tile(tokens: int, border: int = 128) -> int:
-    """`tokens`, up to a tile's border: GEMMs compute whole tiles of rows."""
-    return -(-tokens // border) * border
+def tile(tokens: int, multiple: int = 128) -> int:
+    """Return `tokens` rounded up to a multiple, as GEMMs compute whole tiles of rows."""
+    return math.ceil(tokens / multiple) * multiple
 
 
 def sequence(lengths: np.ndarray, budget: int, most: int) -> dict[str, np.ndarray]:
-    """Where samples of these `lengths` lie in a packed sequence of `budget` tokens: position_ids [1, budget] and
-    cu_seqlens [most + 2]: at most `most` samples, empty segments in place of those that lack, and the padding."""
-    ends = np.concatenate([[0], lengths.cumsum(), np.full(most - len(lengths), lengths.sum())])
-    positions = [np.arange(length) for length in (*lengths, budget - lengths.sum())]
+    """Return where samples of these `lengths` lie in a packed sequence of `budget` tokens.
+
+    These are position_ids [1, budget] and cu_seqlens [most + 2], the ends of `most` + 1 segments:
+    the samples, then empty ones up to `most`, and the padding.
+    """
+    padding = budget - lengths.sum()
+    empty = np.full(most - len(lengths), lengths.sum())
+    ends = np.concatenate([[0], lengths.cumsum(), empty])
+    positions = [np.arange(length) for length in (*lengths, padding)]
     return {
         "position_ids": np.concatenate(positions)[None],
         "cu_seqlens": np.append(ends, budget).astype(np.int32),

@@ -1,23 +1,19 @@
-"""The search for the quickest rival: `python -m qa_lib.peers.search`. Nothing of the library is used but this package.
+"""Search for the quickest rival: `python -m qa_lib.peers.search bert --lengths FILE`, or `gpt2`.
 
-Each setting is built, compiled and timed in a process of its own and gives one line of JSON: samples and tokens a
-second, milliseconds of a step, peak memory, the share of padding, and the loss after some steps beside that of plain
-fp32. A search takes each option alone, then adds those that pay, the best first, as long as they still do. Samples are
-random tokens of real lengths (`--lengths`, a number a line); where the answer begins and ends, a token says so, so that
-the loss falls and a broken setting is seen.
+Each setting is built, compiled and timed in a process of its own and gives a line of JSON: samples
+and tokens a second, milliseconds a step, peak memory, the share of padding, and the loss after some
+steps, to be held against that of plain fp32. The search measures each option alone, then adds those
+that pay, the best first, as long as they still do. Weights are random, and so are samples, but for
+their lengths. Where an answer begins and ends, a token says so: the loss falls, unless a setting is
+broken. This file imports nothing of the library but its neighbours.
 """
 
 import argparse
-import contextlib
-import gc
 import json
-import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import time
-import traceback
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -28,6 +24,8 @@ from qa_lib.peers import packing
 from qa_lib.peers.adamw import CompiledAdamW, PublicAdamW
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.peers.processes import Measurements
+from qa_lib.peers.search_options import ALONE, OPTIONS, merged, without_defaults
 from qa_lib.peers.step import Step, compile_parts
 
 BERT_BASE = {
@@ -41,139 +39,51 @@ BERT_BASE = {
     "num_hidden_layers": 12,
 }
 GPT2_SMALL = {"vocab_size": 50257, "n_embd": 768, "n_positions": 1024, "n_layer": 12, "n_head": 12}
-
-# What a setting is where it says nothing: an autocast step with fp32 weights, as one CUDA graph.
-BASE = {
-    "precision": "autocast",  # autocast | bf16: of weights | fp32
-    "optimizer": "fused",  # a name of OPTIMIZERS
-    "compile": "layers",  # whole | layers | none
-    "mode": None,  # of torch.compile
-    "inductor": {},  # options of torch.compile
-    "graph": True,
-    "fp8": None,  # a recipe of torchao's float8 training, and what is converted: "tensorwise all"
-    "sdpa": None,  # kernels that PyTorch may take: "cudnn", "flash"
-    "blas": None,  # "cublaslt"
-    "packing": "deal",  # deal | fill
-    "budget": None,  # tokens of a packed sequence; None: up to the next tile's border
-    "model": {},  # options of Bert or GPT2
-    "optimizer_options": {},
+# For tests on a CPU: these sizes in place of those above.
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 2,
+    "n_positions": 32,
 }
-OPTIMIZERS = {"fused": PublicAdamW, "own": CompiledAdamW}
-OPTIMIZERS["torchao"] = lambda model, rate: PublicAdamW(model, rate, stochastic=True)
-
-SR = {"precision": "bf16", "optimizer": "own"}
-# Options of the search, with what was expected of each before it was measured (ms of a BERT step of 32 samples, about
-# 11.5 on an H100). One group's options exclude one another.
-OPTIONS = {
-    "bert": {
-        "weights": {
-            "bf16 weights, PyTorch's AdamW": {"precision": "bf16"},  # -0.7: no casts, fewer bytes
-            "torchao's AdamW": {"precision": "bf16", "optimizer": "torchao"},  # -0.5
-            "own AdamW": SR,  # -1.0: one kernel for all small parameters, clipping in it
-            "own AdamW, hashed": SR | {"optimizer_options": {"hashed": True}},  # -1.1
-            "own AdamW, hashed, together": SR
-            | {"optimizer_options": {"hashed": True, "together": True}},  # -1.15
-            "own AdamW, masters": SR
-            | {"optimizer_options": {"masters": True, "moments": "float32"}},  # -0.3
-        },
-        "compile": {
-            "compiled whole": {"compile": "whole"},  # -0.1: embeddings and loss fuse
-            "compiled whole, max-autotune": {
-                "compile": "whole",
-                "mode": "max-autotune-no-cudagraphs",
-            },  # -0.2
-            "layers, max-autotune": {"mode": "max-autotune-no-cudagraphs"},  # -0.1
-            "coordinate descent": {"inductor": {"coordinate_descent_tuning": True}},  # -0.15
-            "combo kernels": {"inductor": {"combo_kernels": True}},  # -0.05
-            "fast math": {"inductor": {"use_fast_math": True}},  # -0.1
-        },
-        "types": {"types blended": {"model": {"blend_types": True}}},  # -0.05: no contended scatter
-        "dropout": {"dropout drawn at once": {"model": {"drawn_at_once": True}}},  # -0.2
-        "gelu": {"tanh GELU": {"model": {"gelu": "tanh"}}},  # -0.05
-        "attention": {"cuDNN attention": {"model": {"attention": "cudnn"}}},  # fails, or +-0.3
-        "blas": {"cublasLt": {"blas": "cublaslt"}},  # 0
-        "fp8": {
-            "FP8 tensorwise": {"fp8": "tensorwise all"},  # +2: casts are kernels of their own
-            "FP8 tensorwise, feed-forward": {"fp8": "tensorwise up down"},  # +1
-            "FP8 rowwise": {"fp8": "rowwise all"},  # +1.5
-        },
-        "packing": {
-            "5,488 tokens": {"budget": 5488},  # 0: the last tile is computed anyway
-            "filled to 5,632 tokens": {
-                "packing": "fill",
-                "budget": 5632,
-            },  # +2 % samples/s: whole waves
-        },
-    },
-    "gpt2": {
-        "weights": {
-            "bf16 weights, PyTorch's AdamW": {"precision": "bf16"},  # -4 % of the step
-            "torchao's AdamW": {"precision": "bf16", "optimizer": "torchao"},  # -4 %
-            "own AdamW, hashed": SR | {"optimizer_options": {"hashed": True}},  # -5 %
-        },
-        "compile": {
-            "compiled whole": {"compile": "whole"},  # -0.5 %
-            "layers, max-autotune": {"mode": "max-autotune-no-cudagraphs"},  # -1 %
-            "coordinate descent": {"inductor": {"coordinate_descent_tuning": True}},  # -1 %
-            "fast math": {"inductor": {"use_fast_math": True}},  # -0.5 %
-        },
-        "dropout": {"dropout drawn at once": {"model": {"drawn_at_once": True}}},  # -2 %
-        "attention": {
-            "cuDNN attention": {"sdpa": "cudnn"},  # -5 %: Hopper's own instructions
-        },
-        "loss": {
-            "vocabulary of 50,304": {"model": {"align": 64}},  # -1 %
-            "50,304, loss in chunks": {"model": {"align": 64, "loss": "chunked"}},  # 0, -4 GiB
-            "Liger's loss": {"graph": False, "model": {"loss": "liger"}},  # +5 %, -4 GiB
-        },
-        "blas": {"cublasLt": {"blas": "cublaslt"}},  # 0
-        "fp8": {
-            "FP8 tensorwise": {"fp8": "tensorwise all"},  # +-3 %
-            "FP8 rowwise": {"fp8": "rowwise all"},  # +5 %
-            "FP8 rowwise, wgrad in bf16": {"fp8": "rowwise_with_gw_hp all"},  # +3 %
-        },
-    },
-}
-# Measured alone and never added: they show what a part costs, or do less work.
-ALONE = {
-    "bert": {
-        "no graph": {"graph": False},
-        "not compiled": {"compile": "none"},
-        "neither": {"compile": "none", "graph": False},
-        "FlexAttention, without its dropout": {
-            "compile": "whole",
-            "model": {"attention": "flex", "attention_dropout": 0.0},
-        },
-        "no dropout in attention": {"model": {"attention_dropout": 0.0}},
-    },
-    "gpt2": {
-        "no graph": {"graph": False},
-        "FlexAttention, without its dropout": {
-            "compile": "whole",
-            "model": {"attention": "flex", "attention_dropout": 0.0},
-        },
-        "no dropout in attention": {"model": {"attention_dropout": 0.0}},
-    },
-}
-
-
-def merged(*changes: dict) -> dict:
-    """BASE with `changes`, the later over the earlier; options of models, compilers and optimizers are added up."""
-    setting = dict(BASE)
-    for change in changes:
-        for name, value in change.items():
-            if name not in BASE:
-                raise ValueError(f"a setting has no {name!r}; it has {', '.join(BASE)}")
-            setting[name] = setting[name] | value if isinstance(value, dict) else value
-    return setting
+DROPOUT = 0.1
+WORTH_A_TRY = -0.02  # an option that loses more than that alone is not added to others
+BATCHES = 40  # different steps of data, which are repeated
+FIRST_CONTEXT_TOKEN = 14  # of a sample: about where SQuAD's questions end
+START_TOKEN = 1
+END_TOKEN = 2
+FIRST_RANDOM_TOKEN = 10
 
 
 class Data:
-    """Steps of random text, each a list of `parts` micro-batches of `size` samples or windows, in pinned memory."""
+    """Makes training steps of random text, each a list of `parts` micro-batches in pinned memory.
 
-    def __init__(self, peer: str, shape: dict, size: int, parts: int, setting: dict, lengths):
+    For "bert" a micro-batch is a packed sequence of about `size` samples with these `lengths`, for
+    "gpt2" `size` windows. `shape` is the model's config.
+    """
+
+    def __init__(
+        self,
+        peer: str,
+        shape: dict,
+        size: int,
+        parts: int,
+        setting: dict,
+        lengths: np.ndarray | None,
+    ):
         self.draw = np.random.default_rng(0)
-        self.peer, self.shape, self.size, self.parts = peer, shape, size, parts
+        self.peer = peer
+        self.shape = shape
+        self.size = size
+        self.parts = parts
+        # Totals of all steps that were made.
+        self.samples = 0
+        self.tokens = 0  # without padding
+        self.padded = 0  # with padding
         if peer == "bert":
             lengths = self.draw.permutation(lengths)
             budget = setting["budget"]
@@ -184,13 +94,13 @@ class Data:
                 fullest = max(int(lengths[group].sum()) for group in groups)
                 budget = budget or packing.tile(fullest)
             order = self.draw.permutation(len(groups))
-            self.groups = [lengths[groups[i]] for i in order]
-            self.budget, self.longest = budget, int(packing.tile(lengths.max(), 64))
-            self.most = max(len(group) for group in self.groups)
-        self.samples = self.tokens = self.padded = 0  # of all steps that were made
+            self.groups = [lengths[groups[i]] for i in order]  # lengths of each sequence's samples
+            self.budget = budget  # tokens of a sequence
+            self.longest = int(packing.tile(lengths.max(), 64))
+            self.most = max(len(group) for group in self.groups)  # samples of a sequence
 
     def steps(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
-        """The first `count` steps, or as many as there are."""
+        """Return the first `count` steps, or as many as there are samples for."""
         if self.peer == "gpt2":
             return [[self._windows() for _ in range(self.parts)] for _ in range(count)]
         count = min(count, len(self.groups) // self.parts)
@@ -198,6 +108,7 @@ class Data:
         return [[self._packed(next(groups)) for _ in range(self.parts)] for _ in range(count)]
 
     def _windows(self) -> dict[str, torch.Tensor]:
+        """Return a micro-batch of windows whose words are as unequally frequent as in a text."""
         tokens = self.shape["n_positions"]
         ids = self.draw.zipf(1.3, (self.size, tokens)) % self.shape["vocab_size"]
         self.samples += self.size
@@ -206,21 +117,23 @@ class Data:
         return _pinned({"input_ids": ids, "labels": ids})
 
     def _packed(self, lengths: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return a micro-batch of one sequence, packed with samples of these lengths."""
         arrays = packing.sequence(lengths, self.budget, self.most)
         begins = arrays["cu_seqlens"][: len(lengths)]
         answers = np.sort(self.draw.integers(0, lengths[:, None], (len(lengths), 2)), axis=1)
-        ids = self.draw.integers(10, self.shape["vocab_size"], self.budget)
-        ids[begins + answers[:, 0]], ids[begins + answers[:, 1]] = 1, 2
-        filled = np.full((2, self.most), -100)
-        filled[:, : len(lengths)] = answers.T
+        ids = self.draw.integers(FIRST_RANDOM_TOKEN, self.shape["vocab_size"], self.budget)
+        ids[begins + answers[:, 0]] = START_TOKEN
+        ids[begins + answers[:, 1]] = END_TOKEN
+        positions = np.full((2, self.most), -100)  # those of answers; -100: no sample
+        positions[:, : len(lengths)] = answers.T
         self.samples += len(lengths)
         self.tokens += int(lengths.sum())
         self.padded += self.budget
         arrays |= {
             "input_ids": ids[None],
-            "token_type_ids": (arrays["position_ids"] >= 14).astype(np.int64),
-            "start_positions": filled[0],
-            "end_positions": filled[1],
+            "token_type_ids": (arrays["position_ids"] >= FIRST_CONTEXT_TOKEN).astype(np.int64),
+            "start_positions": positions[0],
+            "end_positions": positions[1],
         }
         return _pinned(arrays)
 
@@ -241,7 +154,12 @@ def build(
     dropout: float,
     rate: float,
 ) -> Step:
-    """A step of these settings over a model with random weights, the same for all settings."""
+    """Return a Step of this setting over a model with random weights, the same for all settings.
+
+    `shape` is the model's config; `example` has the micro-batches of a step.
+
+    Raises ValueError: the setting names an optimizer or a way to compile that does not exist.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
     like = SimpleNamespace(config=SimpleNamespace(**shape))
@@ -265,19 +183,35 @@ def build(
     options = dict(setting["optimizer_options"])
     if "moments" in options:
         options["moments"] = getattr(torch, options["moments"])
-    optimizer = OPTIMIZERS[setting["optimizer"]](model, rate, **options)
-    chosen = {"dynamic": False}
+    match setting["optimizer"]:
+        case "fused":
+            optimizer = PublicAdamW(model, rate)
+        case "torchao":
+            optimizer = PublicAdamW(model, rate, stochastic=True)
+        case "own":
+            optimizer = CompiledAdamW(model, rate, **options)
+        case unknown:
+            raise ValueError(f"optimizer {unknown!r} is none of fused, torchao, own")
+    compiler = {"dynamic": False}
     if setting["mode"]:
-        chosen["mode"] = setting["mode"]
+        compiler["mode"] = setting["mode"]
     elif setting["inductor"]:
-        chosen["options"] = setting["inductor"]
-    compile_parts(model, setting["compile"], **chosen)
-    autocast = setting["precision"] == "autocast"
-    return Step(model, optimizer, example, autocast, setting["graph"] and device.type == "cuda")
+        compiler["options"] = setting["inductor"]
+    compile_parts(model, setting["compile"], **compiler)
+    return Step(
+        model,
+        optimizer,
+        example,
+        autocast=setting["precision"] == "autocast",
+        graph=setting["graph"] and device.type == "cuda",
+    )
 
 
 def _to_float8(model, recipe: str, *parts: str) -> None:
-    """Linear layers in FP8 by torchao: those that `parts` name, or "all" but the head."""
+    """Convert linear layers to torchao's FP8 training: those that `parts` name, or "all".
+
+    The head is never converted.
+    """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def wanted(module, name: str) -> bool:
@@ -289,6 +223,7 @@ def _to_float8(model, recipe: str, *parts: str) -> None:
 
 
 def _only_sdpa(name: str) -> None:
+    """Let scaled_dot_product_attention take one kernel alone: "cudnn" or "flash"."""
     # The choice is made while the model is traced, and no key of the compiler's caches has it.
     torch._inductor.config.force_disable_caches = True
     cuda = torch.backends.cuda
@@ -299,33 +234,32 @@ def _only_sdpa(name: str) -> None:
 
 
 def measure(task: dict) -> dict:
-    """What one setting gives: the task's own entries, and figures or an error."""
+    """Measure a setting and return its figures; `task` is what Runner makes."""
     cuda = torch.cuda.is_available()
     began = time.perf_counter()
-    setting, peer, parts = task["setting"], task["peer"], task["parts"]
-    data = Data(peer, task["shape"], task["size"], parts, setting, task["lengths"])
-    batches = data.steps(task["batches"])
-    step = build(peer, task["shape"], setting, data, batches[0], task["dropout"], task["rate"])
+    peer = task["peer"]
+    shape = task["shape"]
+    setting = task["setting"]
+    data = Data(peer, shape, task["size"], task["parts"], setting, task["lengths"])
+    batches = data.steps(BATCHES)
+    step = build(peer, shape, setting, data, batches[0], dropout=DROPOUT, rate=task["rate"])
     losses = []
     while step.steps < task["steps"]:
         losses.append(step(batches[step.steps % len(batches)]))
     _wait()
     ready = time.perf_counter() - began
-    blocks = []
-    for _ in range(task["blocks"]):
-        blocks.append(_timed(step, batches, task["block"]))
+    blocks = [_step_ms(step, batches, task["block"]) for _ in range(task["blocks"])]
     ms = statistics.median(blocks)
-    each = len(batches)
-    tail = torch.stack(losses[-20:]).float().mean().item()
-    found = {
+    last_losses = torch.stack(losses[-20:]).float()
+    figures = {
         "ms": round(ms, 3),
         "ms_blocks": [round(block, 3) for block in blocks],
-        "samples_s": round(1000 * data.samples / each / ms, 1),
-        "tokens_s": round(1000 * data.tokens / each / ms),
+        "samples_s": round(1000 * data.samples / len(batches) / ms, 1),
+        "tokens_s": round(1000 * data.tokens / len(batches) / ms),
         "padding": round(1 - data.tokens / data.padded, 5),
-        "padded_tokens": data.padded // each,
-        "samples_a_step": round(data.samples / each, 2),
-        "loss": round(tail, 4),
+        "padded_tokens": data.padded // len(batches),
+        "samples_a_step": round(data.samples / len(batches), 2),
+        "loss": round(last_losses.mean().item(), 4),
         "first_loss": round(losses[0].item(), 4),
         "peak_mib": torch.cuda.max_memory_allocated() // 2**20 if cuda else None,
         "ready_s": round(ready, 1),
@@ -333,17 +267,18 @@ def measure(task: dict) -> dict:
         "card": torch.cuda.get_device_name() if cuda else "cpu",
     }
     if task["profile"]:
-        found["kernels"] = kernels(step, batches)
-    return found
+        figures["kernels"] = kernels(step, batches)
+    return figures
 
 
 def _wait() -> None:
+    """Wait for the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def _timed(step: Step, batches: list, count: int) -> float:
-    """Milliseconds of a step, the mean of `count`."""
+def _step_ms(step: Step, batches: list, count: int) -> float:
+    """Return the milliseconds of a step, the mean of `count` steps."""
     _wait()
     began = time.perf_counter()
     for _ in range(count):
@@ -353,10 +288,13 @@ def _timed(step: Step, batches: list, count: int) -> float:
 
 
 def kernels(step: Step, batches: list, count: int = 3) -> list[list]:
-    """The kernels of a step that take most time: name, microseconds a step, launches a step."""
+    """Return the 45 kernels of a step that take most time, the longest first.
+
+    Each is [name, microseconds a step, launches a step].
+    """
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
-        _timed(step, batches, count)
+        _step_ms(step, batches, count)
     rows = sorted(profile.key_averages(), key=lambda row: -row.device_time_total)
     return [
         [row.key[:90], round(row.device_time_total / count, 1), row.count // count]
@@ -364,164 +302,174 @@ def kernels(step: Step, batches: list, count: int = 3) -> list[list]:
     ]
 
 
-def _end(process) -> None:
-    """End a child and all that it has started; it may have ended by itself."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-
-
-def _child(task: dict, pipe) -> None:
-    os.setsid()  # so that what it starts ends with it
-    try:
-        pipe.send(measure(task))
-    except Exception as error:
-        gc.collect()
-        trace = traceback.format_exc().splitlines()
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:400], "trace": trace[-6:]})
-
-
 class Runner:
-    """Measures settings one after the other, each in a process of its own, and appends a line for each to a file.
+    """Measures settings one after the other, each in a process of its own.
 
-    What the file has from a search before is not measured again, but failures are."""
+    `arguments` are those of the command line, `lengths` those of samples or None, `shape` is the
+    model's config. What the file `arguments.out` has from a search before is not measured again;
+    what failed there is.
+    """
 
-    def __init__(self, arguments, lengths, shape: dict):
-        self.arguments, self.lengths, self.shape = arguments, lengths, shape
-        self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["torch"])
-        self.deadline = time.monotonic() + arguments.within
-        self.known = {}
+    def __init__(self, arguments: argparse.Namespace, lengths: np.ndarray | None, shape: dict):
+        self.arguments = arguments
+        self.lengths = lengths
+        self.shape = shape
+        self.measurements = Measurements(
+            measure, arguments.out, timeout_s=arguments.timeout, within_s=arguments.within
+        )
+        self.known = {}  # samples a second, by what was measured
         if arguments.out.exists():
             for text in arguments.out.read_text().splitlines():
                 line = json.loads(text)
                 if "samples_s" in line:
-                    self.known[self._key(line, line["setting"], line["task"])] = line["samples_s"]
+                    key = self._key(
+                        line["peer"], line["size"], line["parts"], line["setting"], line["task"]
+                    )
+                    self.known[key] = line["samples_s"]
 
-    def _key(self, place: dict, setting: dict, task: dict) -> str:
-        where = [place["peer"], place["size"], place["parts"]]
-        setting = {key: value for key, value in setting.items() if value != BASE[key]}
-        return json.dumps([where, setting, task], sort_keys=True)
+    def _key(self, peer: str, size: int, parts: int, setting: dict, task: dict) -> str:
+        return json.dumps([peer, size, parts, without_defaults(setting), task], sort_keys=True)
 
     def __call__(self, name: str, *changes: dict, **task) -> float:
-        """Samples a second of BASE with `changes`, 0 where it failed; a setting that was measured is not again."""
+        """Return samples a second of BASE with these changes, or 0 where that failed.
+
+        `name` is what the line is called; `task` changes how it is measured. A setting that was
+        measured before is not measured again.
+        """
         setting = merged(*changes)
-        key = self._key(vars(self.arguments), setting, task)
+        args = self.arguments
+        key = self._key(args.peer, args.size, args.parts, setting, task)
         if key not in self.known:
             self.known[key] = self._measured(name, setting, task)
         return self.known[key]
 
     def _measured(self, name: str, setting: dict, task: dict) -> float:
-        own = self.arguments
-        left = self.deadline - time.monotonic()
-        line = {"peer": own.peer, "size": own.size, "parts": own.parts, "name": name}
-        line["setting"] = {key: value for key, value in setting.items() if value != BASE[key]}
-        line["task"] = task
-        if left < 20:
-            print(json.dumps(line | {"error": "no time left"}), flush=True)
-            return 0.0
-        task = {
-            "peer": own.peer,
-            "size": own.size,
-            "parts": own.parts,
+        args = self.arguments
+        what = {"peer": args.peer, "size": args.size, "parts": args.parts}
+        line = what | {"name": name, "setting": without_defaults(setting), "task": task}
+        how = {
             "shape": self.shape,
             "lengths": self.lengths,
             "setting": setting,
-            "steps": own.steps,
-            "block": own.block,
-            "blocks": own.blocks,
-            "batches": 40,
-            "dropout": 0.1,
-            "rate": own.rate,
+            "steps": args.steps,
+            "block": args.block,
+            "blocks": args.blocks,
+            "rate": args.rate,
             "profile": False,
-        } | task
-        here, there = self.context.Pipe()
-        process = self.context.Process(target=_child, args=(task, there))
-        process.start()
-        there.close()
-        try:
-            found = here.recv() if here.poll(min(left, own.timeout)) else {"error": "time is up"}
-        except EOFError:
-            found = {"error": "the process ended"}
-        _end(process)
-        process.join()
-        line |= found
-        line["at"] = time.strftime("%H:%M:%S")
-        print(json.dumps(line), flush=True)
-        with own.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-        return found.get("samples_s", 0.0)
+        }
+        result = self.measurements(line, what | how | task)
+        return result.get("samples_s", 0.0)
 
 
-def search(run: Runner, options: dict, alone: dict, start: list[dict], pays: float) -> list[dict]:
-    """Each option alone over `start`, then added in the order of their gains while each still brings the part `pays`.
-    The changes of the quickest set."""
-    best = run("base", *start)
-    gains = []
+def search(
+    run: Callable[..., float],
+    options: dict[str, dict[str, dict]],
+    alone: dict[str, dict],
+    start: list[dict],
+    least_gain: float,
+) -> list[dict]:
+    """Return the changes of the quickest set of options that was found, `start` among them.
+
+    `run` is a Runner. Each of `options` (by group, then by name) is measured over `start`. Then
+    they are added to it, the best first, each as long as it still brings at least `least_gain`, a
+    share of the speed. One of a group is taken. Those of `alone` are measured and never added.
+    """
+    best_speed = run("base", *start)
+    candidates = []  # gain, group, name, change
     for group, alternatives in options.items():
         for name, change in alternatives.items():
-            gains.append((run(name, *start, change) / best - 1, group, name, change))
+            gain = run(name, *start, change) / best_speed - 1
+            candidates.append((gain, group, name, change))
     for name, change in alone.items():
         run(name, *start, change)
-    chosen, taken = list(start), []
-    for gain, group, name, change in sorted(gains, key=lambda row: -row[0]):
-        if gain < -0.02 or group in [other for other, _ in taken]:
+
+    chosen = list(start)
+    taken = {}  # the name of the option, by its group
+    candidates.sort(key=lambda candidate: -candidate[0])
+    for gain, group, name, change in candidates:
+        if gain < WORTH_A_TRY or group in taken:
             continue
-        together = " + ".join([*(other for _, other in taken), name])
-        speed = run(together, *chosen, change)
-        if speed > best * (1 + pays):
-            best, chosen = speed, [*chosen, change]
-            taken.append((group, name))
-    run(" + ".join(name for _, name in taken) + ", profiled", *chosen, profile=True)
+        speed = run(" + ".join([*taken.values(), name]), *chosen, change)
+        if speed > best_speed * (1 + least_gain):
+            best_speed = speed
+            chosen.append(change)
+            taken[group] = name
+    run(" + ".join(taken.values()) + ", profiled", *chosen, profile=True)
     return chosen
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="qa_lib.peers.search", description=__doc__)
     parser.add_argument("peer", choices=("bert", "gpt2"))
-    parser.add_argument("--lengths", type=Path, help="a file of samples' lengths, for bert")
-    parser.add_argument("--out", type=Path, default=Path("search.jsonl"))
-    parser.add_argument("--size", type=int, default=32, help="samples or windows of a micro-batch")
-    parser.add_argument("--parts", type=int, default=1, help="micro-batches of a step")
-    parser.add_argument("--steps", type=int, default=100, help="before anything is timed")
-    parser.add_argument("--rate", type=float, default=1e-4, help="of learning")
-    parser.add_argument("--blocks", type=int, default=8)
-    parser.add_argument("--block", type=int, default=25, help="steps of a block")
-    parser.add_argument("--timeout", type=float, default=150, help="seconds of a setting")
-    parser.add_argument("--within", type=float, default=560, help="seconds of all settings")
-    parser.add_argument("--pays", type=float, default=0.002, help="the least gain that counts")
+    parser.add_argument(
+        "--lengths", type=Path, help="a file of samples' lengths in tokens, one a line; for bert"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("search.jsonl"),
+        help="the file to which a line for each setting is appended (%(default)s)",
+    )
+    parser.add_argument(
+        "--size", type=int, default=32, help="samples or windows of a micro-batch (%(default)s)"
+    )
+    parser.add_argument(
+        "--parts", type=int, default=1, help="micro-batches of a step (%(default)s)"
+    )
+    parser.add_argument(
+        "--steps", type=int, default=100, help="steps before anything is timed (%(default)s)"
+    )
+    parser.add_argument("--rate", type=float, default=1e-4, help="learning rate (%(default)s)")
+    parser.add_argument(
+        "--blocks", type=int, default=8, help="timed blocks, whose median counts (%(default)s)"
+    )
+    parser.add_argument("--block", type=int, default=25, help="steps of a block (%(default)s)")
+    parser.add_argument(
+        "--timeout", type=float, default=150, help="seconds that a setting may take (%(default)s)"
+    )
+    parser.add_argument(
+        "--within", type=float, default=560, help="seconds for all settings (%(default)s)"
+    )
+    parser.add_argument(
+        "--pays",
+        type=float,
+        default=0.002,
+        help="the least gain for which an option is added, as a share (%(default)s)",
+    )
     parser.add_argument(
         "--start", default="[]", help="JSON: a list of changes that all settings have"
     )
     # Not --only: Inductor writes what follows that into the code that it generates.
     parser.add_argument(
-        # Not --only: Inductor writes what follows that into the code that it generates.
         "--sets",
-        help="JSON: {name: [changes]} in place of a search; a name that ends in 'profiled' is",
+        help="JSON: {name: [changes]}, to measure in place of a search; those whose names end in "
+        "'profiled' are profiled",
     )
-    parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
     return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:
-    arguments = parse(argv)
-    shape = dict(BERT_BASE if arguments.peer == "bert" else GPT2_SMALL)
-    if arguments.tiny:
-        small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "n_layer": 2}
-        small |= {"num_attention_heads": 2, "n_embd": 32, "n_head": 2, "n_positions": 32}
-        shape = {name: small.get(name, value) for name, value in shape.items()}
+    args = parse(argv)
+    shape = BERT_BASE if args.peer == "bert" else GPT2_SMALL
+    if args.tiny:
+        shape = {name: TINY.get(name, value) for name, value in shape.items()}
     lengths = None
-    if arguments.peer == "bert":
-        lengths = np.loadtxt(arguments.lengths).astype(np.int64)
-    run = Runner(arguments, lengths, shape)
-    start = json.loads(arguments.start)
-    if arguments.sets:
-        for name, changes in json.loads(arguments.sets).items():
-            extra = {"profile": True} if name.endswith("profiled") else {}
-            run(name, *start, *changes, **extra)
+    if args.peer == "bert":
+        lengths = np.loadtxt(args.lengths).astype(np.int64)
+    run = Runner(args, lengths, shape)
+    start = json.loads(args.start)
+    if args.sets:
+        for name, changes in json.loads(args.sets).items():
+            if name.endswith("profiled"):
+                run(name, *start, *changes, profile=True)
+            else:
+                run(name, *start, *changes)
         return
     reference = {"precision": "fp32", "compile": "none", "graph": False}
     run("plain fp32", reference, blocks=1, block=3)
-    search(run, OPTIONS[arguments.peer], ALONE[arguments.peer], start, arguments.pays)
+    search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
 
 
 if __name__ == "__main__":

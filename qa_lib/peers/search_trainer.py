@@ -1,19 +1,23 @@
-"""The search for the quickest transformers.Trainer: `python -m qa_lib.peers.search_trainer`. Nothing of the library is
-used but peers/search.py.
+"""Search for the quickest Trainer: `python -m qa_lib.peers.search_trainer --lengths FILE`.
 
-BERT-base with random weights is trained on random tokens of real lengths. First the Trainer as it comes, with what
-transformers' own script for question answering does: fp32, batches of 8 by the Trainer's own default, every sample
-padded to 384 tokens. Then all sets of four options over bf16, fused AdamW, pinned memory and no filter for NaN, which
-waits for the GPU in each step: workers, length grouping, torch.compile, and padding to few lengths.
+BERT-base with random weights is trained on random tokens of real lengths, and samples a second are
+measured. First comes the Trainer as it comes, with what transformers' own script for question
+answering does: fp32, and every sample padded to 384 tokens. Then come all sets of four options over
+bf16, fused AdamW, pinned memory and no filter for NaN, which would wait for the GPU in each step.
+The four are workers, length grouping, torch.compile, and padding to few lengths. This file imports
+nothing of the library but processes.py.
+
+With length grouping, the Trainer's sampler shuffles the samples, cuts them into spans of up to 50
+batches and sorts each span from long samples to short ones. A block of steps therefore has to be as
+long as a span, or its figure is that of long samples or of short ones alone. `--block` is a span of
+the sampler by default.
 """
 
 import argparse
-import contextlib
 import itertools
 import json
+import math
 import multiprocessing
-import os
-import signal
 import statistics
 import sys
 import tempfile
@@ -32,9 +36,15 @@ from transformers import (
     default_data_collator,
 )
 
-MOST = 384  # tokens of a sample
+from qa_lib.peers.processes import Measurements
+
+SAMPLES = 8000  # at most
+MAX_LENGTH = 384  # tokens of a sample
+QUESTION_LENGTH = 14  # tokens of a sample that are its question: about as many as SQuAD's
 OPTIONS = ("workers", "grouped", "compiled", "few lengths")
+# The arguments of the Trainer in all sets of options.
 TUNED = {"bf16": True, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
+# The arguments that each option adds.
 CHANGES = {
     "workers": {
         "dataloader_num_workers": 4,
@@ -43,15 +53,27 @@ CHANGES = {
     },
     "grouped": {"train_sampling_strategy": "group_by_length"},
     "compiled": {"torch_compile": True},
-    "few lengths": {},  # the collator's
-    # Beyond the four: CUDA graphs by torch.compile, a code for each of few lengths, and no dynamic shapes.
+    "few lengths": {},  # a matter of the collator
+    # Beyond the four: torch.compile with CUDA graphs, which have to be few, and without dynamic
+    # shapes, so that each length has code of its own.
     "graphs": {"torch_compile": True, "torch_compile_mode": "reduce-overhead"},
-    "static": {},
+    "static": {},  # a matter of torch.compile's config
+}
+# BERT's config in place of that of BERT-base, for a CPU.
+TINY = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "vocab_size": 100,
 }
 
 
 class Samples(torch.utils.data.Dataset):
-    """Random tokens of these lengths, as lists, which data sets of transformers' script give; `padded`: all to MOST."""
+    """Samples of random tokens with these lengths, as lists, as in transformers' own script.
+
+    With `padded`, each is filled up to MAX_LENGTH.
+    """
 
     def __init__(self, lengths: np.ndarray, padded: bool, vocabulary: int):
         draw = np.random.default_rng(0)
@@ -59,12 +81,12 @@ class Samples(torch.utils.data.Dataset):
         for length in lengths.tolist():
             sample = {
                 "input_ids": draw.integers(1, vocabulary, length).tolist(),
-                "token_type_ids": [0] * 14 + [1] * (length - 14),
+                "token_type_ids": [0] * QUESTION_LENGTH + [1] * (length - QUESTION_LENGTH),
                 "attention_mask": [1] * length,
             }
             if padded:
                 for tokens in sample.values():
-                    tokens.extend([0] * (MOST - length))
+                    tokens.extend([0] * (MAX_LENGTH - length))
             start, end = sorted(draw.integers(0, length, 2).tolist())
             self.samples.append(sample | {"start_positions": start, "end_positions": end})
 
@@ -76,14 +98,15 @@ class Samples(torch.utils.data.Dataset):
 
 
 class Collator:
-    """Samples to tensors, padded to the longest, rounded up to a multiple of `multiple`."""
+    """Pads samples to the longest of them, rounded up to a multiple of `multiple`."""
 
     def __init__(self, multiple: int):
         self.multiple = multiple
 
     def __call__(self, samples: list[dict]) -> dict[str, torch.Tensor]:
         longest = max(len(sample["input_ids"]) for sample in samples)
-        length = min(MOST, -(-longest // self.multiple) * self.multiple)
+        rounded = math.ceil(longest / self.multiple) * self.multiple
+        length = min(MAX_LENGTH, rounded)
         batch = {}
         for name in ("input_ids", "token_type_ids", "attention_mask"):
             rows = np.zeros((len(samples), length), dtype=np.int64)
@@ -96,47 +119,65 @@ class Collator:
 
 
 class Clock(TrainerCallback):
-    """Times of the steps' ends, by blocks whose ends wait for the device."""
+    """Notes the time after the warm-up and after each block of steps, once the device is done."""
 
     def __init__(self, warm_up: int, block: int):
-        self.warm_up, self.block, self.times = warm_up, block, []
+        self.warm_up = warm_up
+        self.block = block
+        self.times = []
 
     def on_step_end(self, args, state, control, **kwargs):
-        since = state.global_step - self.warm_up
-        if since >= 0 and since % self.block == 0:
+        timed_steps = state.global_step - self.warm_up
+        if timed_steps >= 0 and timed_steps % self.block == 0:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             self.times.append(time.perf_counter())
 
 
+def span_of(samples: int, size: int) -> int:
+    """Return how many batches the Trainer's sampler sorts by length at a time.
+
+    This is the rule of transformers' get_length_grouped_indices: 50 batches, or fewer, so that an
+    epoch has four spans.
+    """
+    return max(1, min(50, samples // (4 * size)))
+
+
 def measure(task: dict) -> dict:
-    """Samples a second and more of one set of options."""
+    """Train by one set of options and return its figures.
+
+    `task` has the options of the command line, and the samples' `lengths`, the `options` (None for
+    the Trainer as it comes) and the model's `config`.
+    """
     began = time.perf_counter()
-    config = BertConfig(**task["shape"])
+    multiprocessing.set_start_method("fork", force=True)  # of the data loader's, as in a script
+    config = BertConfig(**task["config"])
     torch.manual_seed(0)
     model = BertForQuestionAnswering(config)
-    as_it_comes = task["options"] is None
-    options = task["options"] or ()
-    given = {} if as_it_comes else dict(TUNED)
-    for name in options:
-        given |= CHANGES[name]
-    if "static" in options:
-        torch._dynamo.config.automatic_dynamic_shapes = False
-    collator = default_data_collator
-    if not as_it_comes:
-        collator = Collator(64 if "few lengths" in options else 8)
+    options = task["options"]
+    as_it_comes = options is None
+    if as_it_comes:
+        changes = {}
+        collator = default_data_collator
+    else:
+        changes = dict(TUNED)
+        for name in options:
+            changes |= CHANGES[name]
+        collator = Collator(multiple=64 if "few lengths" in options else 8)
+        if "static" in options:
+            torch._dynamo.config.automatic_dynamic_shapes = False
     clock = Clock(task["warm_up"], task["block"])
-    steps = task["warm_up"] + task["block"] * task["blocks"]
+    cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
-            max_steps=steps,
+            max_steps=task["warm_up"] + task["block"] * task["blocks"],
             per_device_train_batch_size=task["size"],
             save_strategy="no",
             disable_tqdm=True,
             report_to="none",
-            use_cpu=not torch.cuda.is_available(),
-            **given,
+            use_cpu=not cuda,
+            **changes,
         )
         trainer = Trainer(
             model=model,
@@ -146,9 +187,10 @@ def measure(task: dict) -> dict:
             callbacks=[clock],
         )
         result = trainer.train()
-    blocks = [1000 * (b - a) / task["block"] for a, b in itertools.pairwise(clock.times)]
+    blocks = []  # milliseconds a step
+    for begin, end in itertools.pairwise(clock.times):
+        blocks.append(1000 * (end - begin) / task["block"])
     ms = statistics.median(blocks)
-    cuda = torch.cuda.is_available()
     return {
         "ms": round(ms, 2),
         "ms_blocks": [round(block, 2) for block in blocks],
@@ -162,63 +204,80 @@ def measure(task: dict) -> dict:
     }
 
 
-def _end(process) -> None:
-    """End a child and all that it has started; it may have ended by itself."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
+    parser = argparse.ArgumentParser(
+        prog="qa_lib.peers.search_trainer",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--lengths", type=Path, required=True, help="a file of samples' lengths, one a line"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("search.jsonl"),
+        help="the file to which a line for each set is appended (%(default)s)",
+    )
+    parser.add_argument(
+        "--size",
+        type=int,
+        default=32,
+        help="samples of a batch; the Trainer's own is 8 (%(default)s)",
+    )
+    parser.add_argument(
+        "--warm-up", type=int, default=25, help="steps before the timed ones (%(default)s)"
+    )
+    parser.add_argument(
+        "--block",
+        type=int,
+        help="steps of a block; with length grouping, another number than a span of the sampler "
+        f"times long or short samples alone (a span: {span_of(SAMPLES, 32)} at --size 32, "
+        f"{span_of(SAMPLES, 128)} at 128)",
+    )
+    parser.add_argument(
+        "--blocks", type=int, default=4, help="timed blocks, whose median counts (%(default)s)"
+    )
+    parser.add_argument(
+        "--timeout", type=float, default=240, help="seconds that a set may take (%(default)s)"
+    )
+    parser.add_argument(
+        "--within", type=float, default=560, help="seconds for all sets (%(default)s)"
+    )
+    parser.add_argument(
+        "--sets", help='JSON: a list of sets of options, null for the Trainer "as it comes"'
+    )
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, for a CPU")
+    return parser.parse_args(argv)
 
 
-def _child(task: dict, pipe) -> None:
-    os.setsid()  # so that what it starts ends with it
-    multiprocessing.set_start_method("fork", force=True)  # of workers, as in a script
-    try:
-        pipe.send(measure(task))
-    except Exception as error:
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:400]})
+def all_sets() -> list[list[str] | None]:
+    """Return every set of the four options, after None for the Trainer as it comes."""
+    sets = [None]
+    for count in range(len(OPTIONS) + 1):
+        sets += [list(options) for options in itertools.combinations(OPTIONS, count)]
+    return sets
+
+
+def name_of(options: list[str] | None) -> str:
+    """Return what a set of options is called in its line."""
+    if options is None:
+        return "as it comes"
+    return " + ".join(options) or "none of the four"
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="qa_lib.peers.search_trainer", description=__doc__)
-    parser.add_argument("--lengths", type=Path, required=True)
-    parser.add_argument("--out", type=Path, default=Path("search.jsonl"))
-    parser.add_argument("--size", type=int, default=32)
-    parser.add_argument("--warm-up", type=int, default=25, help="steps before the timed ones")
-    parser.add_argument("--block", type=int, default=15)
-    parser.add_argument("--blocks", type=int, default=4)
-    parser.add_argument("--timeout", type=float, default=240)
-    parser.add_argument("--within", type=float, default=560)
-    parser.add_argument("--sets", help='JSON: a list of sets of options, null for "as it comes"')
-    parser.add_argument("--tiny", action="store_true")
-    own = parser.parse_args(argv)
-    lengths = np.random.default_rng(0).permutation(np.loadtxt(own.lengths).astype(np.int64))[:8000]
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
-    shape = small | {"num_attention_heads": 2, "vocab_size": 100} if own.tiny else {}
-    sets = [None]
-    for count in range(len(OPTIONS) + 1):
-        sets += [list(chosen) for chosen in itertools.combinations(OPTIONS, count)]
-    if own.sets:
-        sets = json.loads(own.sets)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch"])
-    deadline = time.monotonic() + own.within
-    for options in sets:
-        task = vars(own) | {"lengths": lengths, "options": options, "shape": shape}
-        here, there = context.Pipe()
-        process = context.Process(target=_child, args=(task, there))
-        process.start()
-        there.close()
-        left = min(own.timeout, deadline - time.monotonic())
-        try:
-            found = here.recv() if left > 0 and here.poll(left) else {"error": "time is up"}
-        except EOFError:
-            found = {"error": "the process ended"}
-        _end(process)
-        process.join()
-        name = "as it comes" if options is None else " + ".join(options) or "none of the four"
-        line = {"peer": "trainer", "size": own.size, "name": name} | found
-        print(json.dumps(line), flush=True)
-        with own.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    args = parse(argv)
+    lengths = np.loadtxt(args.lengths).astype(np.int64)
+    lengths = np.random.default_rng(0).permutation(lengths)[:SAMPLES]
+    if args.block is None:
+        args.block = span_of(len(lengths), args.size)
+    measurements = Measurements(measure, args.out, timeout_s=args.timeout, within_s=args.within)
+    for options in json.loads(args.sets) if args.sets else all_sets():
+        line = {"peer": "trainer", "size": args.size, "name": name_of(options)}
+        task = {"lengths": lengths, "options": options, "config": TINY if args.tiny else {}}
+        measurements(line, vars(args) | task)
 
 
 if __name__ == "__main__":

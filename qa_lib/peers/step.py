@@ -1,17 +1,25 @@
-"""A rival's whole step, forward and backward passes, clipping and update, as one CUDA graph. Nothing of the library is
-used."""
+"""A rival's whole step as one CUDA graph: forward and backward passes, clipping and update.
+
+This file imports nothing of the library.
+"""
 
 import torch
 from torch import nn
 
 
 def compile_parts(model: nn.Module, how: str, **options) -> None:
-    """Compile a model of this package in place: "whole", each of its "layers" by itself, or "none" of it. By layers,
-    what stands before and after them is compiled by itself, too."""
+    """Compile a model of this package in place, with these options of torch.compile.
+
+    `how` is "whole", "none", or "layers": then each layer is compiled by itself, and so is what
+    stands before and after the layers.
+
+    Raises ValueError: `how` is another word.
+    """
     if how == "whole":
         model.compile(**options)
     elif how == "layers":
-        for layer in model.layers if hasattr(model, "layers") else model.blocks:
+        layers = model.layers if hasattr(model, "layers") else model.blocks
+        for layer in layers:
             layer.compile(**options)
         model.embed = torch.compile(model.embed, **options)
         model.loss = torch.compile(model.loss, **options)
@@ -20,10 +28,11 @@ def compile_parts(model: nn.Module, how: str, **options) -> None:
 
 
 class Step:
-    """Steps of as many micro-batches as `example` has, each with tensors of the same shapes.
+    """Does training steps on micro-batches of the number and the shapes of `example`.
 
-    The update is that of `optimizer`, one of peers/adamw.py. With `graph`, all of a step is captured once and
-    replayed; the first steps, which compile, train as well.
+    The update is that of `optimizer`, one of peers/adamw.py. With `autocast`, forward passes are in
+    bf16. With `graph`, a whole step is captured once and then replayed; the steps before the
+    capture, which compile, train as well.
     """
 
     WARM_UP = 3  # steps before the capture
@@ -31,18 +40,20 @@ class Step:
     def __init__(
         self, model: nn.Module, optimizer, example: list[dict], autocast: bool, graph: bool
     ):
-        self.model, self.optimizer = model, optimizer
+        self.model = model
+        self.optimizer = optimizer
         self.device = optimizer.parameters[0].device
         self.autocast = autocast
         self.inputs = [
             {name: t.to(self.device, copy=True) for name, t in part.items()} for part in example
         ]
         self.graph = None
-        self.steps = 0
+        self.steps = 0  # done so far
         if graph:
             self._capture()
 
     def _capture(self) -> None:
+        """Do the warm-up steps, then capture a step as a graph."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
@@ -55,10 +66,13 @@ class Step:
             self.loss = self._run()
 
     def __call__(self, batches: list[dict]) -> torch.Tensor:
-        """The mean loss, which stays on the device. `batches` may be in pinned memory."""
-        for own, given in zip(self.inputs, batches, strict=True):
-            for name, tensor in given.items():
-                own[name].copy_(tensor, non_blocking=True)
+        """Do a step on these micro-batches; return the mean loss, which stays on the device.
+
+        `batches` may be in pinned memory.
+        """
+        for inputs, batch in zip(self.inputs, batches, strict=True):
+            for name, tensor in batch.items():
+                inputs[name].copy_(tensor, non_blocking=True)
         self.steps += 1
         if self.graph is None:
             return self._run()
@@ -66,15 +80,19 @@ class Step:
         return self.loss.clone()
 
     def _run(self) -> torch.Tensor:
-        """A step over `inputs`: the mean loss. Gradients of micro-batches are added up by few kernels."""
-        total, gradients = torch.zeros((), device=self.device), None
-        for part in self.inputs:
+        """Do a step on what `inputs` hold and return the mean loss.
+
+        The gradients of the micro-batches are added up by few kernels.
+        """
+        mean_loss = torch.zeros((), device=self.device)
+        gradients = None
+        for inputs in self.inputs:
             with torch.autocast(
                 self.device.type, torch.bfloat16, enabled=self.autocast, cache_enabled=False
             ):
-                loss = self.model(**part) / len(self.inputs)
-            found = torch.autograd.grad(loss, self.optimizer.parameters)
-            gradients = found if gradients is None else torch._foreach_add(gradients, found)
-            total += loss.detach()
+                loss = self.model(**inputs) / len(self.inputs)
+            new = torch.autograd.grad(loss, self.optimizer.parameters)
+            gradients = new if gradients is None else torch._foreach_add(gradients, new)
+            mean_loss += loss.detach()
         self.optimizer.step(list(gradients))
-        return total
+        return mean_loss
