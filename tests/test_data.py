@@ -7,6 +7,7 @@ import datasets
 import pytest
 
 from qa_lib.data.examples import Example
+from qa_lib.data.origins import SYNTHETIC_LIMIT
 from qa_lib.data.squad import open_source
 from tests.material import document, hub_row, question, real_squad, refused, write
 
@@ -127,6 +128,11 @@ def test_a_synthetic_hash_follows_the_number_of_questions():
 
 @pytest.mark.parametrize("count", ["", "0", "-1", "x", "9" * 5000], ids=lambda count: count[:3])
 def test_a_synthetic_source_of_no_number_is_refused(count):
+    refused("synthetic:2000", open_source, f"synthetic:{count}", "train")
+
+
+@pytest.mark.parametrize("count", [SYNTHETIC_LIMIT + 1, 10 * SYNTHETIC_LIMIT])
+def test_a_synthetic_source_of_too_many_questions_is_refused(count):
     refused("synthetic:2000", open_source, f"synthetic:{count}", "train")
 
 
