@@ -277,10 +277,10 @@ def test_what_a_tokenizers_file_says_of_truncation_and_padding_does_not_count(sm
     assert built([Example("q", "", "where", TEXT)], small, 200, 10).lengths[0] > 11
 
 
-@pytest.mark.parametrize("change", ["token", "normalizer", "splitter"])
+@pytest.mark.parametrize("change", ["token", "phrase", "normalizer", "splitter"])
 def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_overflow(change):
-    """An added token that swallows blanks, another normaliser, another splitter: words depend on
-    their neighbours."""
+    """An added token that swallows blanks, one that has a blank in it, another normaliser, another
+    splitter: words depend on their neighbours."""
     examples = [
         Example("q", "", "where  <b> is", TEXT + " <b> x"),
         Example("r", "", "  é", "a  b " * 30),
@@ -289,6 +289,8 @@ def test_tokenizers_that_cannot_be_cut_at_blanks_give_the_same_as_their_own_over
     parts = [normalizers.Replace("h f", "hf")]
     if change == "token":
         tokenizer.add_tokens([AddedToken("<b>", lstrip=True, rstrip=True)])
+    elif change == "phrase":
+        tokenizer.add_tokens([AddedToken("<b> x")])
     elif change == "normalizer":
         tokenizer.backend_tokenizer.normalizer = normalizers.Sequence(
             [*parts, normalizers.BertNormalizer()]
