@@ -154,6 +154,15 @@ def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
 
 
+@pytest.mark.parametrize("use", ["examples", "golds"])
+def test_a_file_that_changed_after_its_hash_was_taken_is_refused(tmp_path, use):
+    path = write(tmp_path / "train.json", GOOD)
+    source = open_source(path, "train")
+    assert source.sha256
+    write(path, document((CONTEXT, [question("q1", "Where does it flow?", GOLD)])))
+    refused("train.json: it has changed since it was first looked at", getattr, source, use)
+
+
 def test_what_is_odd_but_fine(tmp_path):
     """A byte order mark, empty texts, and version 1.1, which has no is_impossible."""
     old = {"id": "c", "question": "old", "answers": [{"text": GOLD[0], "answer_start": GOLD[1]}]}
