@@ -18,6 +18,7 @@ from qa_lib.errors import UserError
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch.recommended import run_in_turn
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
 from qa_lib.lab.search import history
@@ -629,7 +630,7 @@ def test_a_sweep_in_which_a_choice_becomes_one_of_the_others_has_it_once(tmp_pat
     monkeypatch.setattr(launch.Launcher, "run_all", run_all)
     monkeypatch.setattr(launch, "is_finished", lambda runs, spec: (runs / spec.run_path).exists())
     launcher = launch.Launcher(tmp_path, CPU, {})
-    left = launch.run_in_turn(launcher, specs, lambda _: None)
+    left = run_in_turn(launcher, specs, lambda _: None)
     assert [spec.variant for spec in left] == ["A2"]
 
 
