@@ -2,6 +2,7 @@
 answers need."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -155,6 +156,13 @@ def test_golds_that_cannot_be_given_are_told_in_one_line(trained):
         "A1", data=str(trained.squad), model="tiny", max_length=128, max_answer_length=40
     )
     assert load_data(spec).notes == []
+
+
+def test_golds_of_the_validation_data_alone_are_told_of_the_validation_data(trained, tmp_path):
+    folder = squad_folder(tmp_path / "squad", PARAGRAPH, WORDS[0])
+    shutil.copy(trained.squad / "validation.json", folder)
+    (note,) = load_data(planned("A1", data=str(folder), model="tiny", max_length=128)).notes
+    assert note.startswith(f"{folder}/validation.json: 40 of 40 gold answers are longer")
 
 
 @pytest.mark.parametrize("kept", [None, 0, -3, "40", 40.0, True, 2**31])

@@ -120,7 +120,7 @@ def test_the_help_shows_four_presets_and_the_page_of_all(verb, capsys):
 def test_the_page_of_presets_has_all_of_them():
     page = (ROOT / "docs" / "presets.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z-]+)` \| [^|]+ \| [^|]+ \|$", page, flags=re.MULTILINE)
-    assert set(PRESETS) == set(rows)
+    assert set(PRESETS) - {"test"} == set(rows)  # that one is of tests/small.py
 
 
 def test_a_command_without_a_preset_lists_all_of_them(typed):

@@ -7,6 +7,7 @@ import datasets
 import pytest
 
 from qa_lib.data.examples import Example
+from qa_lib.data.origins import SYNTHETIC_LIMIT
 from qa_lib.data.squad import open_source
 from tests.material import document, hub_row, question, real_squad, refused, write
 
@@ -104,7 +105,8 @@ def test_flat_data_of_another_kind_is_refused(tmp_path):
     for name, odd in (("poor", row), ("odd", row | {"answers": "d"})):
         datasets.Dataset.from_list([odd]).save_to_disk(tmp_path / name)
         refused(
-            rf"{name}: 1 questions have no gold answers .*: article .*, question 'a': no list under .answers",
+            rf"{name}: 1 questions have no gold answers .*: "
+            "article .*, question 'a': no list under .answers",
             examples_of,
             tmp_path / name,
         )
@@ -130,6 +132,11 @@ def test_a_synthetic_source_of_no_number_is_refused(count):
     refused("synthetic:2000", open_source, f"synthetic:{count}", "train")
 
 
+@pytest.mark.parametrize("count", [SYNTHETIC_LIMIT + 1, 10 * SYNTHETIC_LIMIT])
+def test_a_synthetic_source_of_too_many_questions_is_refused(count):
+    refused("synthetic:2000", open_source, f"synthetic:{count}", "train")
+
+
 @pytest.mark.parametrize(
     "name", ["missing.json", "a/b/c", "/no/such/folder", "tests/mistyped", "", "\0", "x" * 5000]
 )
@@ -146,6 +153,15 @@ def test_hash_is_of_the_content_and_parses_nothing(tmp_path):
     assert "examples" not in vars(source)
     (tmp_path / "b.json").write_text("{broken")
     assert open_source(tmp_path / "b.json", "train").sha256 != source.sha256
+
+
+@pytest.mark.parametrize("use", ["examples", "golds"])
+def test_a_file_that_changed_after_its_hash_was_taken_is_refused(tmp_path, use):
+    path = write(tmp_path / "train.json", GOOD)
+    source = open_source(path, "train")
+    assert source.sha256
+    write(path, document((CONTEXT, [question("q1", "Where does it flow?", GOLD)])))
+    refused("train.json: it has changed since it was first looked at", getattr, source, use)
 
 
 def test_what_is_odd_but_fine(tmp_path):

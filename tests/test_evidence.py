@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 from scipy.stats import t as student
 
-from qa_lib.lab.report import evidence, facts, format, own, scaling, stats, summary, tables
+from qa_lib.lab.report import curves, evidence, facts, format, own, scaling, stats, summary, tables
 from qa_lib.lab.report.evidence import AXES, NotMeasured, load_runs, select
 from qa_lib.spec.variants import VARIANTS
 from tests.material import change_record, committed, edited, refused
@@ -390,7 +390,7 @@ def test_mfu_is_of_the_cards_data_sheet(tmp_path):
     [
         *summary.MEASURES.values(),
         *scaling.MEASURES.values(),
-        *scaling.POINT_MEASURES.values(),
+        *curves.MEASURES.values(),
     ],
 )
 def test_what_is_measured_is_in_the_committed_records(path):

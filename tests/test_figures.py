@@ -59,7 +59,7 @@ def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
 
 @pytest.fixture
 def profiled(tmp_path, profile):
-    """Three runs with a profile beside each, of which C2's took four times the memory of the run."""
+    """Three runs with a profile beside each, where C2's took four times the memory of the run."""
     profile["time"]["step_ms"] = 7.5
     for variant, peak_mib in (("A1", 23.0), ("A3", 23.0), ("C2", 90.0)):
         folder = make(tmp_path, variant, machine=H200, peak=23.0)

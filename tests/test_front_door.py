@@ -9,9 +9,12 @@ import psutil
 import pytest
 
 from qa_lib.lab.cli.verbs import VERBS
+from qa_lib.lab.quickstart import PRESET, _is_current
+from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import read_record, run_files
+from qa_lib.spec.machine import Machine
 from tests.conftest import slow
-from tests.material import python, wait_for, without_torch
+from tests.material import leave, python, wait_for, without_torch
 
 COLUMNS = 100  # of a terminal
 
@@ -95,6 +98,19 @@ def quickstart(folder: Path) -> str:
 def records_below(folder: Path) -> list[bytes]:
     """Return the content of every record below a folder."""
     return [path.read_bytes() for path in run_files(folder, "record.json")]
+
+
+@pytest.mark.parametrize(("written_at", "is_current"), [(150, False), (250, True)])
+def test_a_summary_of_the_quickstart_is_kept_while_no_run_is_newer(
+    written_at, is_current, tmp_path
+):
+    specs = plan(["A0", "A2"], PRESET, machine=Machine())
+    for spec, ended_at in zip(specs, (100, 200), strict=True):
+        os.utime(leave(tmp_path, spec) / "record.json", (ended_at, ended_at))
+    summary = tmp_path / "quickstart.txt"
+    summary.touch()
+    os.utime(summary, (written_at, written_at))
+    assert _is_current(summary, ["A0", "A2"], tmp_path) is is_current
 
 
 @pytest.mark.slow

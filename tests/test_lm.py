@@ -331,7 +331,7 @@ def test_a_sweep_takes_the_variants_of_its_presets_task_and_hands_on_the_length(
     for preset in ("smoke", "lm-smoke"):
         words = ["--plan", "--runs", str(tmp_path), "--max-length", "128"]
         main(["sweep", "--preset", preset, *words])
-    questions, text = (call.args[0] for call in asked.call_args_list)
+    questions, text = (call.kwargs["variants"] for call in asked.call_args_list)
     assert text == find_family("L")
     assert questions == [name for name in VARIANTS if name not in text]
     assert asked.call_args.kwargs["max_length"] == [128]

@@ -210,7 +210,7 @@ def test_a_rivals_step_takes_the_mean_of_its_micro_batches(windows, monkeypatch)
 
 
 def test_a_rivals_gradients_of_several_micro_batches_have_memory_of_their_own(windows):
-    """No replay of a CUDA graph writes over it. Those of one micro-batch are given back each step."""
+    """No replay of a CUDA graph writes over it; a micro-batch gives its own back each step."""
     peer = GPT2(decoder(), 0.0)
     step = PlainStep(peer, "fp32", "none", rate=0.0)
     step([windows])

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import torch
 
+from qa_lib.measure import hardware
 from qa_lib.measure import meter as meters
 from qa_lib.measure import nvml as nvml_module
 from qa_lib.measure.meter import Meter, memory_use
@@ -207,3 +208,11 @@ def test_the_peak_on_the_host_is_in_mib(model):
     memory = memory_use(model, torch.optim.SGD(model.parameters()), CPU)
     now_mib = psutil.Process().memory_info().rss / 2**20
     assert 0.9 * now_mib < memory.host_rss_mib < 100 * now_mib
+
+
+# Ceilings.
+
+
+def test_a_copy_counts_the_bytes_that_it_reads_and_those_that_it_writes(monkeypatch):
+    monkeypatch.setattr(hardware, "_quickest", lambda work, device: 1.0)
+    assert hardware.copy_rate(CPU) == pytest.approx(2 * 4 * 2**24 / 1e9)

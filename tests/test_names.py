@@ -5,7 +5,8 @@ word in backticks must therefore be one of these:
 
 - a name or a word of a string in the code of the same module: a parameter, a column, a message;
 - what another module of the package defines: a module, function, class, method, field, constant;
-- a value that a setting may have, a string of one word in the package's modules about specs and records;
+- a value that a setting may have, a string of one word in the package's modules about specs and
+  records;
 - a file or a folder of the repository, a target of its Makefile, or a package that it needs;
 - a name of Python, PyTorch or transformers, or a command of the shell.
 

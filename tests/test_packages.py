@@ -275,7 +275,7 @@ class Colab:
                 make_wheel(self.index, name, least, requires)
 
     def _make_checkout(self) -> None:
-        """Make what the setup cell needs of a checkout: modules that it imports at its end are empty."""
+        """Make what the setup cell needs of a checkout; modules that it imports last are empty."""
         for part in packages.PARTS:
             path = self.checkout / f"{part.replace('.', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -474,7 +474,7 @@ def test_a_wheel_has_its_notebooks_records_and_picture(unpacked, tmp_path):
 from qa_lib import paths
 from qa_lib.lab import quickstart
 from qa_lib.records.archive import read_runs
-from qa_lib.lab.search.recommend import COMMITTED
+from qa_lib.lab.search.history import COMMITTED
 from qa_lib.lab.sweep import notebook_of
 from qa_lib.spec.variants import FAMILIES, TASKS, find_family
 assert not paths.IS_CHECKOUT

@@ -155,6 +155,13 @@ def test_segments_fill_the_budget_and_are_within_their_limits(samples):
     assert room.max() < 64, "no limit is an alignment too high"
 
 
+def test_segments_fill_the_budget_where_one_sequence_is_much_shorter_than_another(samples):
+    """The shortest one's padding needs more segments than the longest one's."""
+    batches = PackedBatches(samples, spec_of(settings={"micro_batch": 1}))
+    totals = [batches.arrays(np.array([index]))["cu_seqlens"][-1] for index in range(len(samples))]
+    assert set(totals) == {batches.budget}
+
+
 def test_places_have_few_lengths_and_make_up_the_budget(samples):
     batches = PackedBatches(samples, spec_of(attention="efficient"))
     assert batches.budget == sum(batches.limits)

@@ -1,4 +1,4 @@
-"""What README.md and docs/ tell people to type exists: verbs, options, names, make targets, notebooks, parameters."""
+"""README.md and docs/ tell people to type what exists: verbs, options, targets, parameters."""
 
 import ast
 import re
@@ -151,7 +151,7 @@ def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_re
 
 
 def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
-    """In a folder with a model and data of one's own; without the compiler, which takes half a minute here."""
+    """A folder has a model and data of one's own. The compiler, half a minute here, is left out."""
     monkeypatch.chdir(tmp_path)
     checkpoint("bert", tmp_path / "my-bert")
     squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")

@@ -17,8 +17,10 @@ from tests.report_runs import make, make_one_of_each_kind
 
 @pytest.fixture
 def page(tmp_path, monkeypatch):
-    """README.md as the only page, with three empty blocks; a group of runs, archived, in git's index; and
-    a run of a group that is not committed."""
+    """README.md as the only page, with three empty blocks.
+
+    There are an archived group of runs, which is in git's index, and a run of another group.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(cli, "PAGES", {})
     # Those that take no time; `test_readme` checks all of them.

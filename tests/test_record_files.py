@@ -98,6 +98,13 @@ def test_a_run_takes_no_folder_with_links_or_pipes_in_it(make, name, tmp_path):
     refused(f"{name}: not a regular file", check_folder, tmp_path / "run")
 
 
+def test_a_run_takes_no_folder_with_a_link_to_a_folder_in_it(tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "model").symlink_to(tmp_path / "theirs")
+    refused("model: not a regular file, but a link", check_folder, tmp_path / "run")
+
+
 def test_a_run_takes_no_folder_that_is_a_link(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "link").symlink_to("run")

@@ -16,7 +16,7 @@ from tests.report_runs import make, make_one_of_each_kind
 
 @pytest.fixture
 def runs(tmp_path, monkeypatch):
-    """A runs folder with one variant of each kind, in a folder of its own that the test works in."""
+    """Make runs of one variant of each kind, in a folder that the test works in."""
     monkeypatch.chdir(tmp_path)
     make_one_of_each_kind(Path("runs"))
     return Path("runs")

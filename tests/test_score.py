@@ -134,7 +134,10 @@ def official(examples, texts, odds, threshold) -> dict[str, float]:
     return found
 
 
-WORDS = "the a An THE Rhine's rhine river, “north” – ½ . -- U.S. $1,000 a.b theatre an-other Café \u00a0 \t the–sea"
+WORDS = (
+    "the a An THE Rhine's rhine river, “north” – ½ . -- U.S. $1,000 a.b theatre an-other "
+    "Café \u00a0 \t the–sea"
+)
 
 
 def fuzzed(seed: int) -> tuple[list[Example], dict[str, str], dict[str, float]]:

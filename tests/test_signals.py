@@ -19,6 +19,7 @@ import pytest
 
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import DRIVER_GONE
+from qa_lib.lab.launch.process import kill
 from qa_lib.signals import CTRL_C, SIGNALS
 from tests.conftest import slow
 from tests.material import ROOT, end_of, wait_for
@@ -184,3 +185,23 @@ def test_ctrl_c_in_a_notebook_is_a_keyboard_interrupt_whose_record_says_killed(t
     with pytest.raises(KeyboardInterrupt):
         fit(spec, tmp_path, say=Mock(side_effect=KeyboardInterrupt))
     assert end_of(tmp_path / spec.run_path) == ("killed", f"stopped by {CTRL_C}")
+
+
+def is_alive(number: int) -> bool:
+    """Return whether a process is at work: one that has ended may wait to be collected."""
+    return psutil.pid_exists(number) and psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+
+
+def test_a_process_is_killed_with_its_children_and_theirs():
+    child = "sleep 300 & echo $!; wait"
+    process = subprocess.Popen(
+        ["sh", "-c", f"sh -c '{child}' & wait"], stdout=subprocess.PIPE, text=True
+    )
+    grandchild = int(process.stdout.readline())
+    try:
+        assert is_alive(grandchild)
+        kill(process)
+        assert not is_alive(grandchild)
+    finally:
+        if is_alive(grandchild):
+            os.kill(grandchild, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""notebooks/speedrun.ipynb and docs/speedrun.md: clocks, verdict, history, and what the page has to type."""
+"""notebooks/speedrun.ipynb and docs/speedrun.md: clocks, verdict, history, what to type."""
 
 import hashlib
 import json

@@ -5,6 +5,7 @@ import os
 
 import pytest
 
+from qa_lib.lab.launch import warm
 from qa_lib.lab.launch.process import child_env
 from qa_lib.packages import KERNELS, jupyter_path
 from tests.material import leave, python
@@ -73,3 +74,14 @@ subprocess.run([sys.executable, "-c", "print(chr(0x2603))"], check=True)
 def test_what_a_process_starts_prints_in_the_same_encoding():
     done = python("-c", START_PRINTING, PYTHONIOENCODING="ascii")
     assert done.stdout.strip() == "\\u2603"
+
+
+def test_a_warm_process_has_the_environment_it_was_given_and_nothing_of_the_servers(
+    tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)  # so that the folder is the old one again at the end
+    servers = {"LEFT_BEHIND": "1", "CHANGED": "old"}
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "environ", servers)
+        warm._take_on({"CHANGED": "new"}, str(tmp_path))
+    assert servers == {"CHANGED": "new"}

@@ -78,6 +78,12 @@ def test_no_step_has_a_learning_rate_of_zero():
     assert rates[-1] == pytest.approx(spec.preset.learning_rate / 90)
 
 
+def test_a_rival_trains_at_the_rates_of_the_schedule(samples, tmp_path):
+    spec = spec_of("E-plain", settings={"compile": "none"}, warmup=0.5)
+    trained(spec, samples, tmp_path)
+    assert [line["lr"] for line in steps_of(tmp_path)] == rates_of(spec, spec.preset.steps)
+
+
 @pytest.mark.parametrize(("recipe_rates", "factor"), [(False, 1), (True, 5)])
 def test_a_recipes_factor_counts_where_the_preset_asks_for_it(recipe_rates, factor):
     lora = spec_of("B1-all", warmup=0.0, recipe_rates=recipe_rates)

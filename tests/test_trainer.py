@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from qa_lib.data.load import batches_of, load_data
+from qa_lib.lab.launch import anywhere
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
@@ -176,6 +177,6 @@ def test_the_class_that_trained_is_what_the_trainer_has_called(
 def test_deepspeed_is_launched_in_one_process_too(tmp_path, monkeypatch):
     launched = Mock()
     spec = spec_of("P0-deepspeed")
-    monkeypatch.setattr(fitting, "run_processes", launched)
-    fitting.fit(spec, tmp_path, say=quiet)
+    monkeypatch.setattr(anywhere, "run_processes", launched)
+    anywhere.fit(spec, tmp_path, say=quiet)
     launched.assert_called_once_with(spec, tmp_path, quiet)

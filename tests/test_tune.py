@@ -112,6 +112,13 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     )
 
 
+def test_a_point_that_lacks_a_seed_is_not_the_best_however_well_it_scored(tried, capsys):
+    words = "--preset smoke --trainable lora-all-r8 --learning-rate 4e-3 9e-3 --seeds 0 1"
+    main(f"tune B1-all {words}".split())
+    best = capsys.readouterr().out.splitlines()[-1]
+    assert best.startswith("B1-all, best: lora-all-r8, learning rate 0.009, ")
+
+
 def test_a_language_model_is_tuned_to_the_least_perplexity(tried, typed):
     out = typed("tune L1 L-lora --preset lm-smoke --learning-rate 1e-3 2e-3 3e-3").splitlines()
     assert out[-2:] == [

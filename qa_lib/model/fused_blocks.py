@@ -237,7 +237,7 @@ class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
     def forward(self, x):
-        # Out of training the next layer is transformers' own, and this one cannot leave it its work.
+        # Out of training the next layer is transformers' own: this one cannot leave it its work.
         if hasattr(self, "float8") and self.training:
             return x, self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)

@@ -1,6 +1,6 @@
 """All verbs of `python -m qa_lib`, in the groups and the order in which its help lists them.
 
-To add a verb: write a module of `qa_lib.lab` with a function `main`, a function here beside the others
+To add a verb: write a module of `qa_lib.lab` with a function `main`, a function here beside others
 of its group that declares its options, and its line below.
 """
 
