@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
-# The tests of torch.library.opcheck that our operators must pass.
+# The tests of PyTorch's opcheck that our operators must pass.
 CHECKS = (
     "test_schema",
     "test_autograd_registration",

@@ -223,7 +223,7 @@ def build_tokenizer(source: str | Path):
             source, trust_remote_code=False, local_files_only=Path(source).is_dir()
         )
         tokenizer("a word")  # some of what is in its files is only looked at when it is used
-        # Of a folder without a tokenizer transformers makes one that has special tokens alone.
+        # transformers makes a tokenizer of special tokens alone where a folder has none.
         if len(tokenizer) <= len(tokenizer.all_special_ids):
             raise ValueError("it has no words; tokenizer.json or vocab.txt is missing")
         if _drops_capitals(tokenizer) and not _names_its_case(source):

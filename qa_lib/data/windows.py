@@ -205,14 +205,14 @@ def _build(source: Source, backend, layout: Layout, max_length: int, stride: int
     pieces = tokenize(backend, texts)
     text_length = np.diff(pieces.starts)  # in tokens
 
-    # Of each example: which text is its question and which its context, and their lengths.
+    # Each example has a question and a context: their texts, and their lengths.
     question, context = np.split(text_of, 2)
     question_length = text_length[question]
     context_length = text_length[context]
     room = max_length - layout.size - question_length  # for context in a window
     _refuse_cramped(source, question_length, context_length, room, max_length, stride)
 
-    # Of each window: its example, and which tokens of `pieces` are its part of the context.
+    # Each window has an example, and some tokens of `pieces` as its part of the context.
     example, skipped = _cut(context_length, room, stride)
     part_begin = pieces.starts[context[example]] + skipped
     part_length = np.minimum(room[example], context_length[example] - skipped)

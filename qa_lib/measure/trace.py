@@ -238,7 +238,7 @@ def _cpu_work(ops: list[dict]) -> Iterator[Work]:
     """Yield each operator, less the time of the operators that it calls."""
     ops = sorted(ops, key=lambda e: (e["ts"], -e["dur"]))
     own_us = [e["dur"] for e in ops]
-    # Of each thread the operators that have begun and not ended; each has called the next.
+    # The operators of each thread that have begun and not ended; each has called the next.
     stacks: dict[int, list[int]] = {}
     for index, e in enumerate(ops):
         stack = stacks.setdefault(e["tid"], [])

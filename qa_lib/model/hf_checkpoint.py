@@ -1,8 +1,8 @@
 """A model's folder, which somebody else may have written, is checked before anything loads it.
 
 transformers does what a folder says: an index may name pickles and files elsewhere, a config may
-ask for code from the hub, for kernels or for a million layers. Whatever trains or answers therefore
-gets its ModelFolder from `inspect_checkpoint`, and hands that on. Weights must be safetensors
+ask for code from the hub, for kernels or for a million layers. Training and answering
+therefore get a ModelFolder from `inspect_checkpoint`, and hand that on. Weights must be safetensors
 within the folder; loading (model/load.py) checks that they have the names and sizes that the config
 says. A folder that this library has saved also holds the digests of its files (SHA256SUMS, in the
 format of `sha256sum -c`), which reveal a flipped bit or an added file.

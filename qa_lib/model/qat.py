@@ -1,4 +1,4 @@
-"""Weights in 8 or 4 bits and activations in 8, for answering on a CPU; and training for that.
+"""Round weights to 8 or 4 bits and activations to 8, for answering on a CPU, and train for that.
 
 Variant A1-int8 is trained for it.
 

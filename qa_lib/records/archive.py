@@ -367,7 +367,7 @@ def _steps_of(runs: list[Run], path: Path) -> pd.DataFrame:
     for run in runs:
         owner = (run.record["run_id"], run.record["time"]["started"])
         steps = run.steps()
-        # Of equal owners one is a changed copy of the other.
+        # If owners are equal, one is a changed copy of the other.
         if owner not in steps_by_owner or len(steps):
             steps_by_owner[owner] = steps
 

@@ -219,7 +219,7 @@ class Time:
     data_ms: Number | None = None
     """Median milliseconds that the host takes for the inputs of a measured step.
 
-    Of several processes it is the first one's. Most of it passes while the GPU computes, so that
+    With several processes it is the first one's. Most of it passes while the GPU computes, so that
     the GPU waits for data that long at most. Null where transformers.Trainer fetches the inputs.
     """
 

@@ -72,7 +72,7 @@ def results_files(entry: dict) -> dict[str, bytes]:
     _, data = hub_names(entry)
     if not data:
         return {}
-    # As in Salesforce/wikitext:wikitext-2-v1.
+    # For example Salesforce/wikitext:wikitext-2-v1.
     name, _, config = data.partition(":")
     entries = []
     for result in eval_results(entry):

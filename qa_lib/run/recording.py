@@ -165,7 +165,7 @@ def faults(run_dir: Path) -> list[Path]:
 def first_fault(run_dir: Path, since: float = 0.0) -> dict | None:
     """Return the status and error of the process that failed first, since a time (s since 1970).
 
-    Of processes that ran out of memory it is the first of these, since no other process's end leads
+    If processes ran out of memory it is the first of these, since no other process's end leads
     to that. None where no process has left a fault.
     """
     left = []

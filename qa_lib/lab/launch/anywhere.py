@@ -44,9 +44,10 @@ def fit(
 
     `data` is what the task's loader returns, for callers that have it already. A spec that cannot
     run here ends as `skipped`, one that runs out of memory as `oom`: both are results and return
-    normally. Anything else that fails is recorded as `error` and raised. Raises RunTaken while
-    another process has the run, and UserError for a folder that cannot be and for data and a model
-    that are not those that the spec was planned with.
+    normally. Anything else that fails is recorded as `error` and raised.
+
+    Raises RunTaken while another process has the run. Raises UserError for a folder that cannot be
+    written to, and for data or a model that have changed since the spec was planned.
 
     A spec of several processes is given to torchrun, which works on it in each of them; the first
     has the record. A `recommended` one has a process of its own, which loads the data anew and
