@@ -148,7 +148,7 @@ def scored(loaded: Model, folder: Path, source: Source) -> dict[str, float]:
     answers = answers_to(source, loaded)
     loaded.model.to("cpu")
     scores = score(source.examples, answers.texts, answers.null_odds, 0.0)
-    _, weights = inspect_checkpoint(folder)
+    weights = inspect_checkpoint(folder).weights
     return {
         "f1": scores["f1"],
         "best_f1": scores["best_f1"],
