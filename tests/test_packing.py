@@ -11,7 +11,8 @@ from torch import library
 from torch.utils.checkpoint import checkpoint
 
 from qa_lib.data.batches import Batches
-from qa_lib.data.packing import CALLS, PackedBatches, deal, few_limits
+from qa_lib.data.load import batches_of
+from qa_lib.data.packing import CALLS, EvenBatches, PackedBatches, deal, few_limits
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of
@@ -465,3 +466,28 @@ def test_a_captured_step_is_the_eager_step(samples, changes, tmp_path):
     eager = weights(False)
     graph = weights(True)
     assert (graph - eager).norm() < 1e-2 * (eager - start).norm()
+
+
+# Packed sequences of the searched rival.
+
+
+def test_the_searched_rival_packs_more_evenly(samples):
+    even = batches_of(samples, spec_of("E-searched"))
+    others = batches_of(samples, spec_of("E-plain"))
+    assert isinstance(even, EvenBatches)
+    assert type(others) is PackedBatches
+    spread = np.ptp([samples.lengths[group].sum() for group in even._drawn(0)])
+    assert spread <= 2
+
+
+def test_the_searched_rival_takes_each_sample_once_an_epoch(samples):
+    drawn = batches_of(samples, spec_of("E-searched"))._drawn(0)
+    assert drawn.shape == (len(samples) // 8, 8)
+    assert len(np.unique(drawn)) == drawn.size
+
+
+def test_the_searched_rivals_epochs_differ(samples):
+    batches = batches_of(samples, spec_of("E-searched"))
+    first = {frozenset(group) for group in batches._drawn(0).tolist()}
+    second = {frozenset(group) for group in batches._drawn(1).tolist()}
+    assert len(first & second) < len(first) / 10

@@ -65,7 +65,7 @@ def test_every_value_that_a_rule_compares_exists():
 
 
 def test_every_setting_that_a_rule_reads_exists():
-    known = {*FIELDS, "half_weights", "has_adapters", "chunks"}
+    known = {*FIELDS, "by_rival", "by_trainer", "half_weights", "has_adapters", "chunks"}
     read = {
         node.attr
         for node in ast.walk(RULES)
@@ -88,7 +88,9 @@ def test_every_setting_that_a_refusal_names_exists():
         assert named <= FIELDS, f"line {call.lineno}"
 
 
-@pytest.mark.parametrize("takes", [rules.PLAIN_TAKES, rules.FUSED_DECODER_TAKES])
+@pytest.mark.parametrize(
+    "takes", [rules.PLAIN_TAKES, rules.SEARCHED_TAKES, rules.FUSED_DECODER_TAKES]
+)
 def test_an_allow_list_has_values_that_exist(takes):
     for name, values in takes.items():
         assert set(values) < set(VALUES[name]), name
@@ -153,6 +155,10 @@ REFUSED = [
     (
         {"engine": "plain", "attention": "sdpa", "cuda_graph": True, "optimizer": "adamw-fused"},
         "the rivals take optimizer 'adamw'",
+    ),
+    (
+        {"engine": "searched", "attention": "sdpa", "precision": "bf16"},
+        "the rivals take precision 'pure-bf16' or 'fp32'",
     ),
 ]
 

@@ -39,8 +39,18 @@ from tests.tiny import planned, trained
 
 CPU = dataclasses.replace(tiny.CPU, torchao=find_spec("torchao") is not None)
 RECIPES = ("all", "lora-qv", "lora-all-r4", "bitfit", "freeze-bottom-10", "freeze-last-4")
-# What rivals and language models alone have: see test_lm_fused.py.
-ELSEWHERE = {"plain", "pure-bf16", "reduce-overhead", "triton-causal", "chunked", "chunked-fp8"}
+# What rivals, the tuned Trainer and language models alone have: see test_train.py, test_trainer.py
+# and test_lm.py.
+ELSEWHERE = {
+    "plain",
+    "searched",
+    "trainer-tuned",
+    "pure-bf16",
+    "reduce-overhead",
+    "triton-causal",
+    "chunked",
+    "chunked-fp8",
+}
 VALUES = {
     name: tuple(value for value in values if value not in ELSEWHERE)
     for name, values in choices().items()

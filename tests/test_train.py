@@ -9,12 +9,16 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
+from qa_lib.measure.meter import memory_use
 from qa_lib.model.build import build_model
+from qa_lib.peers.bert import Bert
+from qa_lib.peers.step import Step
 from qa_lib.run.fit import train
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
+from qa_lib.train import plain
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
@@ -78,10 +82,61 @@ def test_no_step_has_a_learning_rate_of_zero():
     assert rates[-1] == pytest.approx(spec.preset.learning_rate / 90)
 
 
-def test_a_rival_trains_at_the_rates_of_the_schedule(samples, tmp_path):
-    spec = spec_of("E-plain", settings={"compile": "none"}, warmup=0.5)
+@pytest.mark.parametrize("variant", ["E-plain", "E-searched"])
+def test_a_rival_trains_at_the_rates_of_the_schedule(variant, samples, tmp_path):
+    spec = spec_of(variant, settings={"compile": "none"}, warmup=0.5)
     trained(spec, samples, tmp_path)
     assert [line["lr"] for line in steps_of(tmp_path)] == rates_of(spec, spec.preset.steps)
+
+
+def test_the_searched_rival_trains_the_model_that_it_is_given(samples, tmp_path):
+    """With fp32 weights, and moments in bf16, its updates are nearly those of the plain rival."""
+    settings = {"compile": "none", "dropout": "none"}
+    trained_by = {}
+    for variant in ("E-plain", "E-searched"):
+        spec = spec_of(variant, settings=settings)
+        batches = batches_of(samples, spec_of("E-plain", settings=settings))
+        model = build_model(spec)
+        begin = weights(model)
+        train(model, batches, spec, DEVICE, tmp_path, quiet)
+        trained_by[variant] = weights(model) - begin
+    plain, searched = trained_by.values()
+    assert plain.norm() > 0
+    assert torch.cosine_similarity(searched, plain, dim=0) > 0.99
+    assert searched.norm() / plain.norm() == pytest.approx(1, abs=0.01)
+
+
+def test_what_the_searched_rivals_steps_before_the_capture_trained_is_put_back(
+    samples, monkeypatch
+):
+    """Here they are played by a step that is taken where the graph would be captured."""
+    spec = spec_of("E-searched", settings={"compile": "none"})
+    batches = batches_of(samples, spec)
+    example = [batches.collate(m, DEVICE) for m in batches.step(0)]
+
+    class Capturing(Step):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self._run()
+
+    monkeypatch.setattr(plain, "Step", Capturing)
+    peer = Bert(build_model(spec), 0.1, max(batches.limits)).train()
+    before = weights(peer)
+    step = plain.SearchedStep(peer, spec.settings, 1e-3, example)
+    assert torch.equal(weights(peer), before)
+    assert step.update.count == 0
+    assert not any(moment.any() for moment in step.update.moments())
+    step(example)
+    assert not torch.equal(weights(peer), before)
+
+
+def test_the_searched_rivals_optimizer_is_measured_by_its_moments(samples, tmp_path):
+    model, optimizer, *_ = trained(
+        spec_of("E-searched", settings={"compile": "none"}), samples, tmp_path
+    )
+    elements = sum(parameter.numel() for parameter in model.parameters())
+    moments_mib = 2 * 2 * elements / 2**20
+    assert memory_use(model, optimizer, DEVICE).optimizer_mib == pytest.approx(moments_mib)
 
 
 @pytest.mark.parametrize(("recipe_rates", "factor"), [(False, 1), (True, 5)])

@@ -19,7 +19,7 @@ from qa_lib.run import fit as fitting
 from qa_lib.spec.machine import Machine
 from qa_lib.train import trainer
 from tests.material import refused
-from tests.tiny import planned, quiet, steps_of, trained
+from tests.tiny import planned, quiet, resized, steps_of, trained
 
 STEPS = 5
 WARM_UP = 2
@@ -134,6 +134,43 @@ def test_the_trainer_is_asked_for_what_the_spec_says(variant, samples, tmp_path,
     assert arguments["gradient_accumulation_steps"] == spec.accumulation
     assert arguments["learning_rate"] == spec.preset.learning_rate
     assert arguments["warmup_steps"] == 2, "of five, at 0.4"
+
+
+def test_the_tuned_trainer_has_workers_and_does_not_wait_for_the_loss(
+    samples, tmp_path, monkeypatch
+):
+    arguments = arguments_of("A0-tuned", samples, tmp_path, monkeypatch)
+    assert arguments["dataloader_num_workers"] > 0
+    assert arguments["dataloader_persistent_workers"]
+    assert not arguments["logging_nan_inf_filter"]
+    assert arguments["train_sampling_strategy"] == "group_by_length"
+
+
+def test_other_trainers_have_the_defaults_of_transformers(samples, tmp_path, monkeypatch):
+    arguments = arguments_of("A0-compile", samples, tmp_path, monkeypatch)
+    assert not arguments.keys() & trainer.TUNED.keys()
+
+
+def test_the_tuned_trainer_pads_to_multiples_of_64(samples):
+    batches = batches_of(samples, spec_of("A0-tuned"))
+    lengths = {batches.padded_length(micro_batch) for micro_batch in batches.step(0)}
+    assert lengths <= {64, batches.spec.preset.max_length}
+
+
+def test_tokens_are_those_of_the_samples_that_workers_have_collated(samples, tmp_path):
+    """The samples' numbers stand beside the inputs, and come to each step in its order."""
+    spec = resized(spec_of("A0-tuned"), {"compile": "none"})
+    model = build_model(spec)
+    ids = []
+    model.register_forward_pre_hook(
+        lambda module, args, inputs: ids.append(inputs["input_ids"]), with_kwargs=True
+    )
+    _, _, meter, *_ = trained(spec, samples, tmp_path, model)
+    padding = load_data(spec).tokenizer.pad_token_id
+    for counts in meter.step_counts:
+        step = [ids.pop(0) for _ in range(counts.samples // spec.settings.micro_batch)]
+        assert counts.tokens == sum(int((rows != padding).sum()) for rows in step)
+    assert ids == []
 
 
 def test_deepspeed_is_not_asked_for_without_the_setting(samples, tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ from qa_lib.spec.spec import Spec
 
 # Padded lengths are multiples of this: a GPU prepares its attention anew for each length it meets.
 ROUND = 32
+# For the tuned Trainer, whose search found fewer lengths to be quicker: each is compiled anew.
+ROUND_TUNED = 64
 BUCKET = 50  # micro-batches that are sorted by length together; more make the order less random
 
 
@@ -68,8 +70,9 @@ class Batches:
         limit = self.spec.preset.max_length
         if self.spec.settings.padding == "max_length":
             return limit
+        multiple = ROUND_TUNED if self.spec.settings.engine == "trainer-tuned" else ROUND
         longest = self.samples.lengths[indices].max()
-        return min(limit, int(-(-longest // ROUND) * ROUND))
+        return min(limit, int(-(-longest // multiple) * multiple))
 
     def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's tokens: the length of each sample, and the lengths that are computed."""

@@ -9,7 +9,7 @@ import transformers.utils
 from qa_lib.calls import checked, expect
 from qa_lib.data.batches import Batches
 from qa_lib.data.labels import answer_limit, gold_notes
-from qa_lib.data.packing import PackedBatches
+from qa_lib.data.packing import EvenBatches, PackedBatches
 from qa_lib.data.squad import Source, open_source
 from qa_lib.data.text import Text, Windows, learn_tokenizer, open_text, tokenize_text
 from qa_lib.data.tokenize import build_tokenizer
@@ -152,6 +152,8 @@ def load_text(spec: Spec) -> Data:
 
 def batches_of(samples: Samples | Windows, spec: Spec) -> Batches:
     """Return the spec's micro-batches, packed or padded."""
+    if spec.settings.padding == "packed" and spec.settings.engine == "searched":
+        return EvenBatches(samples, spec)
     if spec.settings.padding == "packed":
         return PackedBatches(samples, spec)
     return Batches(samples, spec)

@@ -22,6 +22,7 @@ import numpy as np
 
 from qa_lib.data.batches import Batches
 from qa_lib.errors import UserError
+from qa_lib.peers import packing as peers_packing
 from qa_lib.spec.spec import Spec
 
 # Micro-batches that are dealt together: more are better balanced, fewer are more random.
@@ -187,3 +188,16 @@ class PackedBatches(Batches):
         padding_ends = np.minimum(padding_ends, self.budget)
         ends = np.concatenate([[0], lengths.cumsum(), padding_ends])
         return ends[: len(lengths)], ends.astype(np.int32)
+
+
+class EvenBatches(PackedBatches):
+    """Packed sequences as the searched rival makes them: dealt over a whole epoch.
+
+    They hold less than 1 % of padding, whose share is otherwise that of the fullest of
+    DEALT_TOGETHER. Which samples of one length meet is random; how lengths meet is not.
+    """
+
+    def _drawn(self, epoch: int) -> np.ndarray:
+        order = Batches._drawn(self, epoch).ravel()
+        groups = np.stack(peers_packing.deal(self.samples.lengths[order], self.size))
+        return np.random.default_rng([self.spec.seed, epoch, 1]).permutation(order[groups])

@@ -112,6 +112,15 @@ class CompiledAdamW:
         elif compiled:
             self.update = torch.compile(_update, fullgraph=True, dynamic=False, options={})
 
+    def moments(self) -> list[torch.Tensor]:
+        """Return both moments of all parameters, as flat tensors."""
+        return [moment for _, _, mean, square in self.state for moment in (mean, square)]
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Return what a step changes beside the parameters: masters, moments, counts and seeds."""
+        masters = [master for _, master, _, _ in self.state if master is not None]
+        return [*masters, *self.moments(), self.count, *self.seeds]
+
     def _merge_small(self) -> torch.Tensor:
         """Move the small parameters into one tensor, which is returned; they become views of it."""
         pieces = [self.parameters[i].detach() for i in self.small]

@@ -198,11 +198,11 @@ def find_engine(name: str) -> ModuleType:
         from qa_lib.train import loop
 
         return loop
-    if name == "trainer":
+    if name in ("trainer", "trainer-tuned"):
         from qa_lib.train import trainer
 
         return trainer
-    if name == "plain":
+    if name in ("plain", "searched"):
         from qa_lib.train import plain
 
         return plain

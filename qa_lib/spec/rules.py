@@ -51,6 +51,13 @@ PLAIN_TAKES = {
     "activation_checkpointing": (False,),
     "parallel": ("none",),
 }
+# What they take with all that their search found: weights in bf16, rounded at random, or in fp32 on
+# a CPU. The whole step may be a CUDA graph.
+SEARCHED_TAKES = PLAIN_TAKES | {
+    "precision": ("pure-bf16", "fp32"),
+    "compile": ("none", "inductor"),
+}
+del SEARCHED_TAKES["cuda_graph"]
 # What a decoder's fused training pass takes (norms 'fused'):
 FUSED_DECODER_TAKES = {
     "attention": ("sdpa", "triton-causal"),
@@ -203,7 +210,8 @@ def _quantization_conflicts(settings: Settings) -> Iterator[str]:
 def _cuda_graph_conflicts(settings: Settings) -> Iterator[str]:
     """Yield conflicts of CUDA graphs: that of the whole step, and those of a compiler's backend."""
     backend_makes_graphs = settings.compile == "cudagraphs"
-    if settings.cuda_graph and settings.optimizer in ("adamw", "adamw-8bit"):
+    counts_on_host = settings.optimizer in ("adamw", "adamw-8bit") and settings.engine != "searched"
+    if settings.cuda_graph and counts_on_host:
         why = "its step count is on the host, and a graph replays the GPU's work alone"
         yield _clash(settings, "cuda_graph", "optimizer", why)
     if settings.cuda_graph and settings.padding == "longest":
@@ -233,8 +241,9 @@ def _compiler_conflicts(settings: Settings) -> Iterator[str]:
 
 def _engine_conflicts(settings: Settings) -> Iterator[str]:
     """Yield what each engine does not take."""
-    if settings.engine == "plain":
-        for name, values in _outside(settings, PLAIN_TAKES):
+    if settings.by_rival:
+        takes = SEARCHED_TAKES if settings.engine == "searched" else PLAIN_TAKES
+        for name, values in _outside(settings, takes):
             yield _clash(settings, "engine", name, f"the rivals take {name} {values}")
         return
     if settings.precision == "pure-bf16":
@@ -243,7 +252,7 @@ def _engine_conflicts(settings: Settings) -> Iterator[str]:
     if settings.compile == "reduce-overhead":
         why = "the loop has a graph of the whole step: cuda_graph=True"
         yield _clash(settings, "engine", "compile", why)
-    if settings.engine == "trainer":
+    if settings.by_trainer:
         yield from _trainer_conflicts(settings)
     else:
         yield from _loop_conflicts(settings)
@@ -359,7 +368,7 @@ def task_conflicts(settings: Settings, task: str) -> Iterator[str]:
     packed = settings.padding == "packed"
     if settings.cuda_graph and not packed:
         yield "the mask of padded sequences is made on the host, and a graph has no host"
-    if settings.engine == "plain" and not packed:
+    if settings.by_rival and not packed:
         yield "the plain BERT takes packed sequences"
     if settings.loss != "native":
         yield f"loss {settings.loss!r} is that of a language model"
@@ -578,7 +587,7 @@ def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, ob
             yield "loss", "native", "since chunks of logits are for weights in half precision"
         if settings.cuda_graph:
             yield "cuda_graph", False, "since it needs a GPU"
-    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":
+    if settings.by_trainer and settings.optimizer != "adamw-fused":
         yield "optimizer", "adamw-fused", "which transformers.Trainer takes by itself"
     if settings.padding == "packed" and settings.attention == "sdpa":
         if not machine.gpus:
@@ -605,7 +614,7 @@ def lacking(settings: Settings, architecture: str) -> str | None:
 def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     """Yield why a model of that architecture cannot have these settings."""
     has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
-    if settings.engine == "plain" and not has_rival:
+    if settings.by_rival and not has_rival:
         yield "the rivals are a BERT and a GPT-2"
     if architecture == "distilbert":
         yield from _distilbert_lacks(settings)

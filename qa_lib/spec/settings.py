@@ -12,7 +12,7 @@ from qa_lib.errors import SpecError, UnknownName, nearest
 from qa_lib.spec import rules
 from qa_lib.spec.recipes import find_recipe
 
-Engine = Literal["loop", "trainer", "plain"]
+Engine = Literal["loop", "trainer", "trainer-tuned", "plain", "searched"]
 Precision = Literal["fp16", "bf16", "fp32", "pure-bf16"]
 Attention = Literal[
     "eager", "sdpa", "flash", "efficient", "block-diagonal", "triton-varlen", "triton-causal"
@@ -37,8 +37,9 @@ class Settings:
     """
 
     engine: Engine = "loop"
-    """What trains: the visible loop of train/loop.py | transformers.Trainer | a rival of peers/,
-    which is plain PyTorch."""
+    """What trains: the visible loop of train/loop.py | transformers.Trainer | the Trainer with what
+    the search of peers/search_trainer.py found to pay beside other settings | a rival of peers/,
+    which is plain PyTorch | the rival with what the search of peers/search.py found to pay."""
 
     precision: Precision = "fp16"
     """Autocast to fp16 (with GradScaler) or bf16 | fp32: no autocast | pure-bf16: weights and
@@ -93,10 +94,10 @@ class Settings:
     """What adapters leave frozen: as it is | in 4 bits by bitsandbytes (QLoRA)."""
 
     optimizer: Optimizer = "adamw"
-    """adamw: PyTorch's default | adamw-fused: one kernel, without waits for the device |
-    adamw-8bit: moments in 8 bits | adamw-master: weights and gradients in half precision over fp32
-    masters in the optimizer | adamw-master-bf16: and moments in bf16 | adamw-master-8bit: or in 8
-    bits."""
+    """adamw: PyTorch's default, or the rivals' own (peers/adamw.py) | adamw-fused: one kernel, with
+    no wait for the device | adamw-8bit: moments in 8 bits | adamw-master: weights and gradients in
+    half precision over fp32 masters in the optimizer | adamw-master-bf16: and moments in bf16 |
+    adamw-master-8bit: or in 8 bits."""
 
     cuda_graph: Literal[False, True] = False
     """Whether the whole step is replayed as one CUDA graph."""
@@ -142,6 +143,16 @@ class Settings:
             )
         for sentence in rules.conflicts(self):
             raise SpecError(sentence)
+
+    @property
+    def by_trainer(self) -> bool:
+        """Whether transformers.Trainer trains."""
+        return self.engine in ("trainer", "trainer-tuned")
+
+    @property
+    def by_rival(self) -> bool:
+        """Whether plain PyTorch of peers/ trains."""
+        return self.engine in ("plain", "searched")
 
     @property
     def half_weights(self) -> bool:

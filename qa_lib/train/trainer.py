@@ -13,6 +13,7 @@ precision is no autocast: weights and gradients are in half precision, and the o
 masters of the weights.
 """
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,6 +30,15 @@ from qa_lib.train.optim import CLIP, peak_rate
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
 
+# What a search found to pay (peers/search_trainer.py) and no other setting stands for: the filter
+# waits for the GPU in each step.
+TUNED = {
+    "dataloader_num_workers": min(4, os.cpu_count()),
+    "dataloader_persistent_workers": True,
+    "dataloader_prefetch_factor": 4,
+    "logging_nan_inf_filter": False,
+}
+SAMPLES = "samples"  # the name of the samples' numbers beside the model's inputs
 # Its "auto" is what the TrainingArguments say. The optimizer is the Trainer's own, so that
 # DeepSpeed compiles none.
 DEEPSPEED = str(Path(__file__).with_name("deepspeed.json"))
@@ -56,6 +66,7 @@ def train(
         learning_rate=peak_rate(spec),
         lr_scheduler_type="linear",
         warmup_steps=int(spec.preset.warmup * batches.steps),
+        **(TUNED if settings.engine == "trainer-tuned" else {}),
         optim="adamw_torch_fused",
         weight_decay=0.0,
         max_grad_norm=CLIP,
@@ -97,35 +108,36 @@ def train(
 class _Collator:
     """Makes model inputs of rows of the dataset, which have the numbers of samples.
 
-    `micro_batches` are the numbers of the samples that it has collated, an array for each
-    micro-batch.
+    The numbers stand beside the inputs, as an array, since a worker may collate. They are taken out
+    before the model is called.
     """
 
     def __init__(self, batches: Batches):
         self.batches = batches
-        self.micro_batches = []
 
-    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict]) -> dict[str, torch.Tensor | np.ndarray]:
         samples = np.array([row["sample"] for row in rows])
-        self.micro_batches.append(samples)
-        return self.batches.collate(samples, torch.device("cpu"))
+        inputs = self.batches.collate(samples, torch.device("cpu"))
+        return {**inputs, SAMPLES: samples}
 
 
 class _MeteredTrainer(Trainer):
-    """A Trainer that keeps the losses of a step's micro-batches, and the step's learning rate.
+    """A Trainer that keeps the samples and losses of a step's micro-batches, and its learning rate.
 
     The losses add up to the step's mean loss; the last step of an epoch may have fewer of them.
     """
 
     def __init__(self, **options):
         super().__init__(**options)
+        self.micro_batches = []  # numbers of samples, an array for each micro-batch of the step
         self.losses = []
         self.rate = None
 
-    def training_step(self, *args, **kwargs):
+    def training_step(self, model, inputs, *args, **kwargs):
         # When the callback is called, the scheduler has set the next step's rate.
         self.rate = self.optimizer.param_groups[0]["lr"]
-        loss = super().training_step(*args, **kwargs)
+        self.micro_batches.append(inputs.pop(SAMPLES))
+        loss = super().training_step(model, inputs, *args, **kwargs)
         self.losses.append(loss)
         return loss
 
@@ -152,12 +164,9 @@ class _Steps(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.polls:
             self.meter.polled_busy_shares.append(polled_utilization())
-        collator = self.trainer.data_collator
-        losses = self.trainer.losses
-        # Micro-batches of later steps may have been collated already.
-        micro_batches = collator.micro_batches[: len(losses)]
-        del collator.micro_batches[: len(losses)]
-        tokens = collator.batches.tokens(micro_batches)
-        self.log.step(self.meter, tokens, sum(losses), self.trainer.rate)
-        losses.clear()
+        trainer = self.trainer
+        tokens = trainer.data_collator.batches.tokens(trainer.micro_batches)
+        self.log.step(self.meter, tokens, sum(trainer.losses), trainer.rate)
+        trainer.micro_batches.clear()
+        trainer.losses.clear()
         self.hooks.finished(state.global_step)

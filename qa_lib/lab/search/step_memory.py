@@ -250,10 +250,10 @@ class StepMemory:
         and the gradients of these and of their input. The inputs of the last layer norm and of the
         head come to it.
         """
-        if self.settings.loss != "native":
+        if self.settings.loss != "native" or self.settings.engine == "searched":
             return self._loss_in_parts()
         if self.is_fused:
-            copies = 3 if self.settings.engine == "trainer" else 1
+            copies = 3 if self.settings.by_trainer else 1
             bytes_per_logit = copies * self.gemm_bytes
         else:
             bytes_per_logit = 3 * 4
@@ -299,7 +299,7 @@ class StepMemory:
             if self.is_fused:
                 end_of_backward += gradients
         update = lasting + gradients
-        if self.settings.optimizer == "adamw" and self.settings.engine != "plain":
+        if self.settings.optimizer == "adamw" and not self.settings.by_rival:
             # PyTorch's default AdamW has its denominators all at once.
             update += 4 * _elements(self.trained)
         return {
