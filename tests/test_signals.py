@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from fcntl import ioctl
 from termios import TIOCSCTTY
 from unittest.mock import Mock
@@ -17,10 +18,11 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from qa_lib import signals
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import DRIVER_GONE
 from qa_lib.lab.launch.process import kill
-from qa_lib.signals import CTRL_C, SIGNALS
+from qa_lib.signals import CTRL_C, SIGNALS, Stopped
 from tests.conftest import slow
 from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
@@ -205,3 +207,74 @@ def test_a_process_is_killed_with_its_children_and_theirs():
     finally:
         if is_alive(grandchild):
             os.kill(grandchild, signal.SIGKILL)
+
+
+# The block of `stoppable` by itself, in this process.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of a clock that tests set."""
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def end_by(number: int, block=signals.stoppable) -> str:
+    """Return the message of the Stopped that a signal raises in a block."""
+    with pytest.raises(Stopped) as caught, block():
+        signal.raise_signal(number)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("number", SIGNALS, ids=lambda number: number.name)
+def test_each_signal_that_asks_for_an_end_stops_a_block_by_its_name(number):
+    assert end_by(number) == SIGNALS[number]
+
+
+def test_a_block_may_have_names_of_its_own_for_signals():
+    own = dict.fromkeys(SIGNALS, "a wish")
+    assert end_by(signal.SIGTERM, lambda: signals.stoppable(own)) == "a wish"
+
+
+def test_signals_that_follow_within_three_seconds_are_the_same_wish(clock):
+    with signals.stoppable():
+        for seconds, number in ((0.0, signal.SIGHUP), (10.0, signal.SIGTERM)):
+            clock.seconds = seconds
+            with pytest.raises(Stopped):
+                signal.raise_signal(number)
+            clock.seconds = seconds + 2.9
+            signal.raise_signal(signal.SIGTERM)  # raises nothing
+        clock.seconds += 0.1
+        with pytest.raises(Stopped):
+            signal.raise_signal(signal.SIGTERM)
+
+
+def test_handlers_are_as_before_after_a_block_that_was_stopped():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    end_by(signal.SIGTERM)
+    assert {number: signal.getsignal(number) for number in SIGNALS} == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.stoppable():
+            signal.raise_signal(signal.SIGHUP)
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (Stopped("SIGTERM"), "stopped by SIGTERM"),
+        (KeyboardInterrupt(), f"stopped by {CTRL_C}"),
+        (SystemExit(3), "stopped by SystemExit"),
+    ],
+    ids=["signal", "notebook", "other"],
+)
+def test_what_stopped_a_run_is_said(problem, said):
+    assert signals.stopped_by(problem) == said
