@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import itertools
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -540,3 +541,58 @@ def test_a_model_is_shared_by_equal_parts_of_its_layers_or_heads(
     settings = unchecked(parallel=parallel, schedule=schedule)
     why = rules.unshared(settings, layers=layers, heads=heads, world=4, stages=stages)
     assert (why is None) == fits
+
+
+def test_a_decoders_fused_pass_takes_these_values_and_no_others():
+    taken = {}
+    for name in ("attention", "activation_checkpointing", "parallel"):
+        values = []
+        for value in VALUES[name]:
+            settings = unchecked(**FUSED_DECODER | {name: value})
+            if rules.lacking(settings, "gpt2") is None:
+                values.append(str(value))
+        taken[name] = " ".join(values)
+    assert taken == {
+        "attention": "sdpa triton-causal",
+        "activation_checkpointing": "False elementwise",
+        "parallel": "none ddp ddp-bf16 ddp-one-bucket zero1",
+    }
+
+
+def shares(parallel: str, schedule: str, stages: int, world: int, micro_batches: int) -> int:
+    """Return into how many shares so many processes divide so many micro-batches."""
+    spec = types.SimpleNamespace(
+        settings=unchecked(parallel=parallel, schedule=schedule),
+        stages=stages,
+        micro_batches=micro_batches,
+        preset=Preset(name="own", effective_batch=8 * micro_batches, epochs=1),
+    )
+    return rules.replicas(spec, world)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("none", "gpipe", 1, 1, 4), 1),
+        (("ddp", "gpipe", 1, 4, 4), 4),
+        (("tensor", "gpipe", 1, 4, 1), 1),
+        (("pipeline", "gpipe", 2, 4, 2), 2),
+        (("pipeline", "1f1b", 2, 4, 4), 2),
+        (("pipeline", "interleaved", 2, 2, 4), 1),
+    ],
+)
+def test_processes_share_micro_batches_unless_they_share_the_model(words, expected):
+    assert shares(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ddp", "gpipe", 1, 3, 4), "3 processes do not divide the 4 micro-batches of a step"),
+        (("pipeline", "gpipe", 2, 3, 4), "3 processes do not make up pipelines of 2"),
+        (("pipeline", "1f1b", 4, 4, 3), "1f1b takes at least .* 4 stages, .* has 3 in a step"),
+        (("pipeline", "interleaved", 2, 2, 3), "takes a multiple .* 2 stages, .* has 3 in a step"),
+    ],
+)
+def test_processes_that_do_not_divide_a_step_are_refused(words, said):
+    refused(said, shares, *words)
