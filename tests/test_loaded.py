@@ -370,8 +370,9 @@ def test_the_code_is_all_but_what_is_for_people_or_left_by_editors(tmp_path):
 
 
 def test_a_digest_is_the_sha_256_of_what_a_file_holds(tmp_path):
-    (tmp_path / "a.py").write_text("x = 1\n")
-    expected = hashlib.sha256(b"x = 1\n").hexdigest()
+    content = b"x = 1\n" * 100_000
+    (tmp_path / "a.py").write_bytes(content)
+    expected = hashlib.sha256(content).hexdigest()
     assert file_digests(tmp_path) == {"a.py": expected}
 
 
