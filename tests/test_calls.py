@@ -1,6 +1,7 @@
 """What the public functions say of a wrong word, type or version: one line that names it."""
 
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -296,3 +297,16 @@ def test_a_path_object_is_a_folder():
 )
 def test_a_value_is_shown_whole_where_it_is_short(value, said):
     assert shown(value) == said
+
+
+def test_a_package_that_is_not_there_is_for_whoever_imports_it_to_say(monkeypatch):
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    check_versions()
+
+
+def test_a_name_that_the_package_does_not_have_is_told_with_those_that_it_has():
+    with pytest.raises(AttributeError, match="no attribute 'plann'; it has plan, fit, ask"):
+        _ = qa_lib.plann

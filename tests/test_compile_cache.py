@@ -20,7 +20,7 @@ from torch.utils import cpp_extension
 
 from qa_lib import private
 from qa_lib.lab.launch.compile_cache import PARTS, use_compile_cache
-from qa_lib.private import check_way, plain_path
+from qa_lib.private import check_private, check_way, plain_path
 from qa_lib.train.compile import use_plain_paths
 from tests.material import ROOT, refused
 
@@ -335,3 +335,11 @@ def test_a_folder_of_links_that_others_may_write_to_is_refused(temporary):
     folder = Path(plain_path("/a b")).parent
     for_all(folder)
     refused(f"{folder} is not yours alone to write to: remove it: rm -r", plain_path, "/a b")
+
+
+def test_a_link_into_a_folder_whose_name_only_begins_alike_leads_out(tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache-of-others").mkdir()
+    link = tmp_path / "cache" / "link"
+    link.symlink_to("../cache-of-others")
+    assert refused("not yours alone", check_private, tmp_path / "cache").startswith(f"{link} ")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from qa_lib import loaded
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.loaded import APART, CODE, LoadedCode, file_digests, said_of_changes
 from qa_lib.paths import PACKAGE
@@ -394,3 +395,10 @@ def test_several_files_that_have_changed_are_sorted_and_counted(tmp_path):
     assert said_of_changes(code.changed()) == "a.py and 2 more"
     assert said_of_changes(["a.py", "b.py"]) == "a.py and 1 more"
     assert said_of_changes(["a.py"]) == "a.py"
+
+
+def test_a_file_that_vanishes_while_digests_are_taken_is_left_out(tmp_path, monkeypatch):
+    found = {"gone.py": str(tmp_path / "gone.py"), "a.py": str(tmp_path / "a.py")}
+    (tmp_path / "a.py").touch()
+    monkeypatch.setattr(loaded, "code_files", lambda package: found)
+    assert file_digests(tmp_path).keys() == {"a.py"}

@@ -596,3 +596,14 @@ def test_processes_share_micro_batches_unless_they_share_the_model(words, expect
 )
 def test_processes_that_do_not_divide_a_step_are_refused(words, said):
     refused(said, shares, *words)
+
+
+@pytest.mark.parametrize("name", ["E-fp8", "E-packed-efficient"])
+def test_settings_for_a_gpu_alone_are_not_adjusted_where_there_is_none(name):
+    settings = VARIANTS[name].settings
+    assert rules.adjust(settings, CPU) == (settings, [])
+
+
+def test_packed_sequences_that_were_asked_for_with_flash_stay_so_without_a_gpu():
+    settings = Settings(padding="packed", attention="flash")
+    assert rules.adjust(settings, CPU) == (settings, [])
