@@ -343,3 +343,13 @@ def test_a_link_into_a_folder_whose_name_only_begins_alike_leads_out(tmp_path):
     link = tmp_path / "cache" / "link"
     link.symlink_to("../cache-of-others")
     assert refused("not yours alone", check_private, tmp_path / "cache").startswith(f"{link} ")
+
+
+def test_what_is_to_be_typed_for_a_folder_with_a_blank_can_be_typed(tmp_path):
+    folder = tmp_path / "my cache"
+    folder.touch()
+    assert refused("is no folder", check_private, folder).endswith(f": rm '{folder}'")
+    folder.unlink()
+    folder.mkdir()
+    for_all(folder)
+    assert refused("not yours alone", check_private, folder).endswith(f": rm -r '{folder}'")

@@ -750,3 +750,8 @@ def test_a_child_of_a_checkout_looks_there_first_and_then_where_it_did(before, a
     given = {"X": "1", **before}
     assert importing(given) == {"X": "1", "PYTHONPATH": after}
     assert given == {"X": "1", **before}
+
+
+def test_the_command_of_a_checkout_whose_path_has_a_blank_can_be_typed(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "ROOT", tmp_path / "my lab")
+    assert packages.how_to_install([]) == "pip install -r '../my lab/requirements.txt'"
