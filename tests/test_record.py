@@ -496,3 +496,9 @@ def test_a_new_record_has_no_number_that_was_not_measured(entry):
         assert set(values.values()) == {None}, section
     assert set(entry["time"]["step_ms"].values()) == {None}
     assert set(entry["parallel"]["noise"].values()) == {None}
+
+
+@pytest.mark.parametrize(("step", "expected"), [(3, True), (4, False)])
+def test_a_kernel_that_cannot_be_made_shows_within_three_steps(entry, step, expected):
+    entry["error"] |= {"kind": "CppCompileError", "step": step}
+    assert record.unable(entry | {"status": "error"}) is expected
