@@ -439,6 +439,7 @@ def test_steps_of_an_archive_that_does_not_say_when_runs_began_are_read_and_kept
     leave(runs, specs[1], quality={"f1": 12.5})
     archive_alone(runs)
     assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
+    assert len(pd.read_parquet(path)) == 2
 
 
 def test_an_archived_step_without_a_number_is_left_out(runs):
