@@ -108,7 +108,8 @@ def how_to_install(packages: Iterable[str]) -> str:
     In a checkout it installs all that there are, of the versions that were tested.
     """
     if IS_CHECKOUT:
-        return f"pip install -r {os.path.relpath(ROOT / 'requirements.txt')}"
+        path = os.path.relpath(ROOT / "requirements.txt")
+        return f"pip install -r {shlex.quote(path)}"
     lines = _requirement_lines()
     return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
 

@@ -1,18 +1,29 @@
 """Runs in folders become two files of their group, which say the same."""
 
+import dataclasses
 import json
 import os
 import re
 import shutil
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.search.plan import plan
 from qa_lib.records import record
-from qa_lib.records.archive import STEP_COLUMNS, Run, own_first, own_groups, read_runs
+from qa_lib.records.archive import (
+    STEP_COLUMNS,
+    Run,
+    _archived_steps,
+    _covers,
+    _merged,
+    own_first,
+    own_groups,
+    read_runs,
+)
 from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
 from qa_lib.spec.machine import Machine
 from tests.material import leave, refused, write
@@ -409,3 +420,114 @@ def test_what_is_no_group_is_one_line_and_changes_nothing(runs, typed, name, mes
     before = sorted(runs.rglob("*"))
     assert message in typed("archive", name, "--runs", runs, code=2)
     assert sorted(runs.rglob("*")) == before
+
+
+# Older archives, lines of one run, and folders of another.
+
+
+@pytest.fixture(autouse=True)
+def commit(monkeypatch):
+    """Name the commit of all records in this file: git takes longer than the rest of a test."""
+    monkeypatch.setenv("QA_LIB_COMMIT", "a1" * 20)
+
+
+def test_steps_of_an_archive_that_does_not_say_when_runs_began_are_read_and_kept(runs, specs):
+    path = archive_alone(runs).with_suffix(".steps.parquet")
+    pd.read_parquet(path).drop(columns="started").to_parquet(path)
+    _archived_steps.cache_clear()
+    assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
+    leave(runs, specs[1], quality={"f1": 12.5})
+    archive_alone(runs)
+    assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
+    assert len(pd.read_parquet(path)) == 2
+
+
+def test_an_archived_step_without_a_number_is_left_out(runs):
+    path = archive_alone(runs).with_suffix(".steps.parquet")
+    steps = pd.read_parquet(path)
+    spoilt = pd.concat([steps, steps.assign(step=float("nan")), steps.assign(step=0.0)])
+    spoilt.to_parquet(path)
+    _archived_steps.cache_clear()
+    assert list(read_runs(runs)[0].steps()["step"]) == [1, 2]
+
+
+def test_an_archive_whose_steps_are_gone_has_runs_without_steps(runs):
+    archive_alone(runs).with_suffix(".steps.parquet").unlink()
+    _archived_steps.cache_clear()
+    steps = read_runs(runs)[0].steps()
+    assert (len(steps), list(steps)) == (0, list(STEP_COLUMNS))
+
+
+def test_of_lines_none_of_which_ended_ok_the_last_counts(runs, specs, capsys):
+    archive_alone(runs)
+    leave(runs, specs[2], "killed", time=LATER)
+    archive_alone(runs)
+    assert f"{specs[2].run_id}: 2 lines that differ" in (printed := capsys.readouterr().out)
+    assert "the last counts, which ended as killed" in printed
+    assert [run.record["status"] for run in read_runs(runs)] == ["ok", "ok", "killed"]
+
+
+def test_of_lines_that_ended_ok_it_is_said_when_the_last_began(runs, specs, capsys):
+    archive_alone(runs)
+    leave_again(runs, specs[0])
+    archive_alone(runs)
+    said = f"the last that ended ok counts, of {LATER['started']}"
+    assert said in capsys.readouterr().out
+
+
+def test_the_verb_counts_runs_and_not_lines(runs, specs, capsys):
+    archive_alone(runs)
+    leave_again(runs, specs[0])
+    archive_alone(runs)
+    assert f"{GROUP}.jsonl: 3 runs, " in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_a_folder_with_the_record_of_another_run_is_left_out(runs, specs):
+    shutil.copytree(runs / specs[0].run_path, runs / GROUP / "A9-s0-abcdef")
+    found, (problem,) = read_and_left_out(runs)
+    assert len(found) == 4
+    assert problem.endswith(f"A9-s0-abcdef: its record is that of {GROUP}/{specs[0].run_id}")
+
+
+def test_runs_come_in_the_order_of_group_and_id(runs, specs):
+    ids = [run.record["run_id"] for run in read_runs(runs)]
+    assert ids == sorted(ids) and len(ids) == 4
+
+
+def test_lines_of_runs_that_were_archived_together_are_in_the_order_of_their_ids(runs):
+    archive_alone(runs)
+    ids = [line["run_id"] for line in lines_of(runs)]
+    assert ids == sorted(ids)
+
+
+def test_only_the_group_that_was_asked_for_is_read_from_folders(runs, specs):
+    other = dataclasses.replace(specs[0], hardware="h200")
+    leave(runs, other)
+    assert {run.key[0] for run in read_runs(runs, GROUP)} == {GROUP}
+    assert [run.key for run in read_runs(runs, other.group)] == [(other.group, other.run_id)]
+
+
+@pytest.mark.parametrize(
+    ("new", "old", "covers"),
+    [
+        ({"a": 1, "b": 2}, {"a": 1}, True),
+        ({"a": 1}, {"a": 1, "b": None}, False),
+        ({"a": 1, "b": 2}, {"a": 1, "b": None}, True),
+        ({"a": {"x": 1, "y": 2}}, {"a": {"x": 1}}, True),
+        ({"a": {"x": 2}}, {"a": {"x": 1}}, False),
+        ({"a": [1]}, {"a": []}, True),
+        ({"a": [1]}, {"a": [2]}, False),
+        ({"a": None}, {"a": 0}, False),
+    ],
+)
+def test_a_line_covers_one_that_says_no_more(new, old, covers):
+    assert _covers(new, old) is covers
+
+
+def test_where_what_was_found_says_less_a_record_keeps_what_is_known():
+    known = {"a": {"x": None, "y": 1}, "b": 2}
+    assert _merged(known, {"a": {"x": 3, "z": 4}, "c": 5}) == {
+        "a": {"x": 3, "y": 1, "z": 4},
+        "b": 2,
+        "c": 5,
+    }

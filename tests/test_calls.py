@@ -1,11 +1,12 @@
 """What the public functions say of a wrong word, type or version: one line that names it."""
 
 import sys
+from importlib import metadata
 
 import pytest
 
 import qa_lib
-from qa_lib.calls import checked, expect, shown
+from qa_lib.calls import checked, expect, expect_folder, shown
 from qa_lib.data.load import load_data
 from qa_lib.errors import UserError
 from qa_lib.lab.launch.anywhere import fit
@@ -260,3 +261,52 @@ def test_the_front_door_is_checked():
     for name in qa_lib.__all__:
         assert hasattr(getattr(qa_lib, name), "__wrapped__"), name
     assert issubclass(UserError, ValueError) and sys.version_info >= (3, 11)
+
+
+class PathOfBytes:
+    """A path as os.fspath has it, which is bytes and no text."""
+
+    def __fspath__(self):
+        return b"runs"
+
+
+@pytest.mark.parametrize("value", ["", "  ", "\t", PathOfBytes()])
+def test_a_blank_path_and_one_of_bytes_are_no_folder(value):
+    refused("runs is .*: give the path of a folder", expect_folder, "runs", value)
+
+
+def test_a_path_object_is_a_folder():
+    expect_folder("runs", ROOT)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (None, "None"),
+        (True, "True"),
+        (b"x", "b'x'"),
+        ("x" * 58, repr("x" * 58)),
+        ("x" * 59, f"'{'x' * 59}…"),
+        ([1, 2], "the list [1, 2]"),
+        ({"a": 1}, "the dict {'a': 1}"),
+        ("x" * 36, repr("x" * 36)),
+        (["x" * 36], f"the list ['{'x' * 36}']"),
+        (["x" * 37], "a list"),
+        (range(3), "a range"),
+    ],
+)
+def test_a_value_is_shown_whole_where_it_is_short(value, said):
+    assert shown(value) == said
+
+
+def test_a_package_that_is_not_there_is_for_whoever_imports_it_to_say(monkeypatch):
+    def version(name: str) -> str:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", version)
+    check_versions()
+
+
+def test_a_name_that_the_package_does_not_have_is_told_with_those_that_it_has():
+    with pytest.raises(AttributeError, match="no attribute 'plann'; it has plan, fit, ask"):
+        _ = qa_lib.plann

@@ -1,5 +1,7 @@
 """The command line: every verb explains itself, and a mistake is one line and exit code 2."""
 
+import errno
+import gc
 import inspect
 import json
 import os
@@ -15,7 +17,7 @@ from unittest.mock import Mock
 import huggingface_hub as hub
 import pytest
 
-from qa_lib.__main__ import main
+from qa_lib.__main__ import check_utf8, end_of_os_error, main
 from qa_lib.errors import UserError
 from qa_lib.lab import run
 from qa_lib.lab.cli.options import SHOWN_PRESETS, overrides_of, variants_of
@@ -459,3 +461,74 @@ def test_run_prints_what_was_measured_and_where_the_record_is(monkeypatch, tmp_p
     result, path = typed("run A1 --preset smoke").splitlines()
     assert result == "A1: ok, F1 81.50, never answering 90.00"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", path)
+
+
+# How a command ends.
+
+
+@pytest.mark.parametrize(("argv", "code"), [([], 2), (["-h"], 0), (["--help"], 0)], ids=str)
+def test_help_that_was_asked_for_is_no_mistake(argv, code, capsys):
+    assert main(argv) == code
+    assert capsys.readouterr().out.startswith("usage: ")
+
+
+@pytest.mark.parametrize("word", ["\ud800", "a\udcff", "\udfff"], ids=ascii)
+def test_a_word_that_is_no_utf_8_is_refused(word):
+    refused("is not UTF-8", check_utf8, word)
+
+
+@pytest.mark.parametrize("word", ["\ud7ff", "\ue000", "ü", "😀"], ids=ascii)
+def test_a_word_of_any_writing_is_taken(word):
+    check_utf8(word)
+
+
+def test_what_a_verb_returns_is_the_exit_code(monkeypatch, typed):
+    monkeypatch.setattr(variants, "main", Mock(return_value=1))
+    typed("variants", code=1)
+
+
+def test_garbage_is_looked_for_again_once_a_verb_is_imported(monkeypatch, typed):
+    seen = []
+    monkeypatch.setattr(variants, "main", lambda args: seen.append(gc.isenabled()) or 0)
+    typed("variants")
+    gc.unfreeze()
+    assert seen == [True]
+
+
+def test_a_complaint_has_no_sign_that_controls_a_terminal(monkeypatch, typed):
+    monkeypatch.setattr(variants, "main", Mock(side_effect=UserError("a\x1b[2Jb")))
+    assert typed("variants", code=2) == "error: a[2Jb\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "exit_code", "complaint"),
+    [
+        (errno.EPIPE, 0, ""),
+        (errno.ENOSPC, 2, "error: full\n"),
+        (errno.EIO, 130, "error: full\n"),
+    ],
+    ids=errno.errorcode.get,
+)
+def test_an_output_that_fails_ends_a_command_by_its_own_code(
+    number, exit_code, complaint, monkeypatch, capsys, tmp_path
+):
+    with (tmp_path / "out").open("w") as stream, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stream)
+        assert end_of_os_error(OSError(number, "full")) == exit_code
+        stream.write("what is left to print")
+    assert (tmp_path / "out").read_text() == ""
+    assert capsys.readouterr().err == complaint
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EAGAIN], ids=errno.errorcode.get)
+def test_another_fault_of_the_system_that_names_no_file_is_raised(number):
+    with pytest.raises(OSError, match="odd"):
+        end_of_os_error(OSError(number, "odd"))
+
+
+def test_an_output_that_fails_at_the_end_is_told_as_one_that_fails_before(monkeypatch):
+    # What a verb has printed may still be on its way when it returns.
+    monkeypatch.setattr(variants, "main", Mock(return_value=0))
+    full = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "full", "the output")))
+    monkeypatch.setattr(sys, "stdout", full)
+    assert main(["variants"]) == 2

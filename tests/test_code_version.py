@@ -4,6 +4,7 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -155,3 +156,24 @@ def test_links_mend_a_placeholder_that_came_after_the_first_time(checkout):
     links(checkout, GITHUB, "--check", code=1)
     links(checkout, GITHUB)
     assert links(checkout, GITHUB, "--check").stderr == ""
+
+
+@pytest.mark.parametrize("name", ["a1" * 20 + "0", "a1" * 20 + "\n", "A1" * 20, "g1" * 20])
+def test_a_hash_has_40_hexadecimal_digits_and_nothing_else(monkeypatch, name):
+    monkeypatch.setenv("QA_LIB_COMMIT", name)
+    refused("QA_LIB_COMMIT=", code_version)
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        FileNotFoundError("git"),
+        subprocess.CalledProcessError(128, "git"),
+        subprocess.TimeoutExpired("git", 20),
+    ],
+    ids=lambda fault: type(fault).__name__,
+)
+def test_where_git_does_not_tell_neither_commit_nor_changes_are_known(monkeypatch, fault):
+    monkeypatch.setenv("QA_LIB_COMMIT", "")
+    monkeypatch.setattr(code.subprocess, "run", Mock(side_effect=fault))
+    assert code_version() == {"commit": None, "dirty": None}

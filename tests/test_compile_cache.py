@@ -11,14 +11,16 @@ import sys
 import sysconfig
 import tempfile
 import time
+import types
 from pathlib import Path
 
 import pytest
 import torch
 from torch.utils import cpp_extension
 
+from qa_lib import private
 from qa_lib.lab.launch.compile_cache import PARTS, use_compile_cache
-from qa_lib.private import plain_path
+from qa_lib.private import check_private, check_way, plain_path
 from qa_lib.train.compile import use_plain_paths
 from tests.material import ROOT, refused
 
@@ -260,3 +262,94 @@ def test_a_compiled_run_works_where_all_its_paths_have_blanks_and_quotes(variant
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"{variant}: ok" in done.stdout
+
+
+# Whose a group is, and a folder of links.
+
+
+@pytest.fixture
+def group(monkeypatch):
+    """The group of a folder and this user, for tests to set: at first the user's alone."""
+    found = types.SimpleNamespace(name="ada", members=[], attributes=[])
+    as_group = types.SimpleNamespace
+    monkeypatch.setattr(
+        private.grp, "getgrgid", lambda _: as_group(gr_name=found.name, gr_mem=found.members)
+    )
+    monkeypatch.setattr(private.pwd, "getpwuid", lambda _: as_group(pw_name="ada"))
+    monkeypatch.setattr(os, "listxattr", lambda _: found.attributes, raising=False)
+    return found
+
+
+@pytest.fixture
+def of_the_group(tmp_path):
+    """A folder below one that its group may write to."""
+    (tmp_path / "above").mkdir()
+    (tmp_path / "above").chmod(0o775)
+    return tmp_path / "above" / "folder"
+
+
+@pytest.mark.parametrize("members", [[], ["ada"]])
+def test_the_group_that_is_a_users_alone_is_nobody_else(group, of_the_group, members):
+    group.members = members
+    check_way(of_the_group)
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        {"name": "staff"},
+        {"members": ["ada", "bob"]},
+        {"attributes": ["system.posix_acl_access"]},
+    ],
+    ids=str,
+)
+def test_a_group_with_others_in_it_is_others(group, of_the_group, others):
+    vars(group).update(others)
+    refused("above, on the way to .* is for others to change", check_way, of_the_group)
+
+
+def test_a_group_that_nobody_knows_is_others(group, of_the_group, monkeypatch):
+    monkeypatch.setattr(private.grp, "getgrgid", {}.__getitem__)
+    refused("is for others to change", check_way, of_the_group)
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    """A temporary folder whose path has no blank, for links."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def test_links_are_in_a_folder_that_nobody_else_may_enter(temporary):
+    link = Path(plain_path("/a b"))
+    assert link.parent.parent == temporary
+    assert link.parent.stat().st_mode & 0o777 == 0o700
+    assert os.readlink(link) == "/a b"
+
+
+def test_every_path_has_a_link_of_its_own(temporary):
+    assert plain_path("/a b") != plain_path("/a c")
+
+
+def test_a_folder_of_links_that_others_may_write_to_is_refused(temporary):
+    folder = Path(plain_path("/a b")).parent
+    for_all(folder)
+    refused(f"{folder} is not yours alone to write to: remove it: rm -r", plain_path, "/a b")
+
+
+def test_a_link_into_a_folder_whose_name_only_begins_alike_leads_out(tmp_path):
+    (tmp_path / "cache").mkdir(mode=0o700)
+    (tmp_path / "cache-of-others").mkdir()
+    link = tmp_path / "cache" / "link"
+    link.symlink_to("../cache-of-others")
+    assert refused("not yours alone", check_private, tmp_path / "cache").startswith(f"{link} ")
+
+
+def test_what_is_to_be_typed_for_a_folder_with_a_blank_can_be_typed(tmp_path):
+    folder = tmp_path / "my cache"
+    folder.touch()
+    assert refused("is no folder", check_private, folder).endswith(f": rm '{folder}'")
+    folder.unlink()
+    folder.mkdir()
+    for_all(folder)
+    assert refused("not yours alone", check_private, folder).endswith(f": rm -r '{folder}'")

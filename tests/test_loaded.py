@@ -1,6 +1,7 @@
 """A checkpoint is gone on from by the code and the settings that it is of, and by no others."""
 
 import dataclasses
+import hashlib
 import os
 import shutil
 import subprocess
@@ -10,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from qa_lib import loaded
 from qa_lib.lab.launch.anywhere import fit
-from qa_lib.loaded import APART, CODE, LoadedCode, file_digests
+from qa_lib.loaded import APART, CODE, LoadedCode, file_digests, said_of_changes
 from qa_lib.paths import PACKAGE
 from qa_lib.records.record import read_record
 from qa_lib.run import notes
@@ -348,3 +350,55 @@ def test_a_killed_run_whose_code_is_edited_begins_anew(when, tmp_path):
     entry = read_record(record.parent)
     assert entry["status"] == "ok" and entry["time"]["resumed_from_step"] is None
     assert any("its checkpoint is of other code" in said for said in entry["spec"]["adjusted"])
+
+
+IS_CODE = ["a.py", "b.json", "tests.tmpl", "4913.py", "bak", "~", "sub/lab/c.py", "sub/d.pyx"]
+IS_NO_CODE = [
+    *(f"a.{end}" for end in ("swp", "swa", "bak", "orig", "rej", "tmp", "save", "pyc")),
+    *(f"a.{end}" for end in ("md", "rst", "css", "ipynb", "png", "svg")),
+    "lab/c.py",
+    "__pycache__/a.py",
+    "sub/__pycache__/a.py",
+]
+
+
+def test_the_code_is_all_but_what_is_for_people_or_left_by_editors(tmp_path):
+    for name in IS_CODE + IS_NO_CODE:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    assert file_digests(tmp_path).keys() == set(IS_CODE) - {"~"}
+
+
+def test_a_digest_is_the_sha_256_of_what_a_file_holds(tmp_path):
+    content = b"x = 1\n" * 100_000
+    (tmp_path / "a.py").write_bytes(content)
+    expected = hashlib.sha256(content).hexdigest()
+    assert file_digests(tmp_path) == {"a.py": expected}
+
+
+def test_the_order_in_which_files_are_found_is_not_in_the_digest(tmp_path):
+    code = LoadedCode(tmp_path)
+    code.files = {"a.py": "1", "b.py": "2"}
+    digest = code.digest
+    code.files = {"b.py": "2", "a.py": "1"}
+    assert code.digest == digest
+
+
+def test_several_files_that_have_changed_are_sorted_and_counted(tmp_path):
+    for name in ("b.py", "a.py", "c.py"):
+        (tmp_path / name).write_text("")
+    code = LoadedCode(tmp_path)
+    for name in ("c.py", "b.py", "a.py"):
+        (tmp_path / name).unlink()
+    assert code.changed() == ["a.py", "b.py", "c.py"]
+    assert said_of_changes(code.changed()) == "a.py and 2 more"
+    assert said_of_changes(["a.py", "b.py"]) == "a.py and 1 more"
+    assert said_of_changes(["a.py"]) == "a.py"
+
+
+def test_a_file_that_vanishes_while_digests_are_taken_is_left_out(tmp_path, monkeypatch):
+    found = {"gone.py": str(tmp_path / "gone.py"), "a.py": str(tmp_path / "a.py")}
+    (tmp_path / "a.py").touch()
+    monkeypatch.setattr(loaded, "code_files", lambda package: found)
+    assert file_digests(tmp_path).keys() == {"a.py"}

@@ -25,6 +25,7 @@ from setuptools import find_packages
 from qa_lib import packages
 from qa_lib.lab.search.plan import plan
 from qa_lib.model import build, qat
+from qa_lib.paths import importing
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.tasks import TASKS
 from tests.material import ROOT, python, refused
@@ -557,3 +558,200 @@ def test_a_sweep_without_peft_and_an_index_skips_what_needs_it_and_runs_the_rest
     words = ["sweep", "--preset", "smoke", "--variants", "A1", "B1", "--runs", tmp_path / "runs"]
     done = python("-m", "qa_lib", *words, **lean, PIP_NO_INDEX="1")
     assert done.stdout.splitlines()[-1] == "sweep: 1 ok, 1 skipped"
+
+
+# Parts of the setup cell by themselves, with versions that these tests say.
+
+
+@pytest.fixture
+def versions(monkeypatch):
+    """The version of each installed package, for tests to set."""
+    found = {}
+    monkeypatch.setattr(packages, "version_of", found.get)
+    return found
+
+
+@pytest.fixture
+def commands(monkeypatch):
+    """The commands that are run, which do nothing; tests set how they end."""
+    done = types.SimpleNamespace(returncode=0, stderr="", commands=[])
+
+    def run(command, **_):
+        done.commands.append(command)
+        return done
+
+    monkeypatch.setattr(packages.subprocess, "run", run)
+    return done
+
+
+def refused_as_not_ready(call) -> str:
+    """Return the message of the NotReady that a call raises."""
+    with pytest.raises(packages.NotReady) as caught:
+        call()
+    return str(caught.value)
+
+
+def test_a_module_of_a_package_that_is_not_here_cannot_be_imported():
+    assert packages.is_importable("json.decoder")
+    assert not packages.is_importable("no_such_package")
+    assert not packages.is_importable("no_such_package.module")
+
+
+def test_a_version_before_its_release_fits_what_takes_it(versions, monkeypatch):
+    versions["stub"] = "2.11.0a0+git1"
+    monkeypatch.setattr(packages.metadata, "requires", lambda name: None)
+    assert packages.misfits([Requirement("stub>=2.10,<3")]) == []
+
+
+def test_needs_that_nobody_can_read_any_more_and_those_of_other_machines_are_passed_over(
+    versions, monkeypatch
+):
+    versions["stub"] = "1"
+    needs = ["odd (>=1.*dev", "none; sys_platform == 'other'", "missed", "missed"]
+    monkeypatch.setattr(packages.metadata, "requires", lambda name: needs)
+    assert packages.misfits([Requirement("stub")]) == ["missed is missing"]
+
+
+def test_packages_that_need_each_other_are_looked_at_once(versions, monkeypatch):
+    versions.update({"one-stub": "1", "other_stub": "1"})
+    needs = {"one-stub": ["other_stub"], "other_stub": ["one-stub"]}
+    monkeypatch.setattr(packages.metadata, "requires", needs.get)
+    assert packages.misfits([Requirement("one-stub")]) == []
+
+
+def test_the_uses_that_are_named_add_their_packages_and_no_others():
+    names = {requirement.name for requirement in packages.requirements(["app"])}
+    assert set(packages.USES["app"]) <= names
+    assert names.isdisjoint({*packages.USES["notebooks"], *packages.USES["adapters"]})
+    assert {"torch", "transformers"} <= names
+
+
+def test_a_torch_that_was_not_tested_is_left_alone_and_told(versions, capsys):
+    versions["torch"] = "9.0"
+    names = [requirement.name for requirement in packages._requirements_but_torch()]
+    assert "torch" not in names and "transformers" in names
+    assert capsys.readouterr().err.startswith("torch 9.0 is left alone, but this was tested with ")
+
+
+def test_a_torch_that_was_tested_is_left_alone_without_a_word(versions, capsys):
+    versions["torch"] = "2.11.0+cu128"
+    packages._requirements_but_torch()
+    assert capsys.readouterr().err == ""
+
+
+def test_where_there_is_no_torch_it_is_required(versions):
+    assert "torch" in [requirement.name for requirement in packages._requirements_but_torch()]
+
+
+def test_pip_keeps_torch_and_upgrades_a_torchao_that_peft_refuses(versions, commands):
+    versions.update({"torch": "2.11.0+cu128", "torchao": "0.10.0", "peft": "0.20.0"})
+    packages._install()
+    (command,) = commands.commands
+    assert command[:4] == [sys.executable, "-m", "pip", "install"]
+    assert command[-2:] == ["torch==2.11.0+cu128", f"torchao>={packages.TORCHAO}"]
+
+
+def test_of_pips_errors_the_last_is_said(versions, commands):
+    commands.returncode, commands.stderr = 1, "x\nERROR: one\nERROR: two\nhint\n"
+    assert refused_as_not_ready(packages._install).endswith("this notebook needs: two")
+
+
+def test_what_is_imported_in_the_end_is_every_package_and_part_and_a_torchao(versions, commands):
+    versions["torchao"] = "0.16"
+    packages._check_imports()
+    (command,) = commands.commands
+    names = command[3:]
+    assert set(names) == {*NAMES, "torchao", *packages.PARTS}
+    del versions["torchao"]
+    packages._check_imports()
+    assert "torchao" not in commands.commands[1]
+
+
+def test_a_part_that_cannot_be_imported_is_said_in_the_last_line(versions, commands):
+    commands.returncode, commands.stderr = 1, "a warning\nx cannot be imported: why\n"
+    assert refused_as_not_ready(packages._check_imports) == "x cannot be imported: why"
+
+
+def test_what_decides_what_fits_may_be_replaced_while_in_use(monkeypatch):
+    owners = {"packaging": ["packaging"], "torch": ["torch"], "not_loaded": ["not-loaded"]}
+    monkeypatch.setattr(packages.metadata, "packages_distributions", lambda: owners)
+    assert packages._versions_loaded().keys() == {"torch"}
+
+
+def test_what_was_replaced_while_in_use_is_named_in_order(versions):
+    versions.update({"b": "2", "a": "2", "same": "1"})
+    before = {"b": "1", "a": "1", "same": "1"}
+    said = refused_as_not_ready(lambda: packages._check_not_replaced(before))
+    assert said.startswith("a, b was replaced while in use: restart")
+    packages._check_not_replaced({"same": "1"})
+
+
+@pytest.fixture
+def lab(tmp_path, monkeypatch):
+    """A checkout with a folder of notebooks, in which this process works for a test."""
+    root = tmp_path / "lab"
+    (root / "notebooks").mkdir(parents=True)
+    monkeypatch.setattr(packages, "ROOT", root)
+    monkeypatch.setattr(packages, "IS_CHECKOUT", True)
+    monkeypatch.setattr(sys, "path", ["..", "/elsewhere", "lab"])
+    monkeypatch.chdir(root)
+    return root
+
+
+@pytest.mark.parametrize(
+    ("begins", "ends"), [("notebooks", "."), ("..", "."), (".", "."), ("/", "/")]
+)
+def test_a_notebook_goes_to_the_root_of_its_checkout_and_leaves_other_folders(lab, begins, ends):
+    os.chdir(lab / begins)
+    packages._go_to_the_checkout()
+    assert Path.cwd() == (lab / ends).resolve()
+    assert sys.path == ["/elsewhere"]
+
+
+def test_a_notebook_of_an_installed_package_stays_where_it_is(lab, monkeypatch):
+    monkeypatch.setattr(packages, "IS_CHECKOUT", False)
+    os.chdir(lab / "notebooks")
+    packages._go_to_the_checkout()
+    assert Path.cwd() == lab / "notebooks"
+
+
+def test_a_checkout_installs_all_and_says_how_from_the_current_folder(monkeypatch, tmp_path):
+    monkeypatch.chdir(ROOT / "notebooks")
+    assert packages.how_to_install(["peft"]) == "pip install -r ../requirements.txt"
+
+
+def test_an_installed_package_names_the_versions_and_a_package_of_none(monkeypatch):
+    monkeypatch.setattr(packages, "IS_CHECKOUT", False)
+    (line,) = (line for line in LINES if line.startswith("peft"))
+    assert packages.how_to_install(["peft", "odd"]) == f"pip install {shlex.quote(line)} odd"
+
+
+def test_kernels_have_an_environment_that_is_this_processes_again_afterwards(monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "/a")
+    monkeypatch.delenv(packages.PREPARED, raising=False)
+    before = dict(os.environ)
+    with packages.environment_of_kernels():
+        assert os.environ[packages.PREPARED] == "1"
+        assert os.environ["JUPYTER_PATH"] == os.pathsep.join([str(packages.KERNELS), "/a"])
+        assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
+        os.environ["LEFT_BEHIND"] = "1"
+    assert dict(os.environ) == before
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({}, str(ROOT)),
+        ({"PYTHONPATH": ""}, str(ROOT)),
+        ({"PYTHONPATH": "/a"}, os.pathsep.join([str(ROOT), "/a"])),
+    ],
+)
+def test_a_child_of_a_checkout_looks_there_first_and_then_where_it_did(before, after):
+    given = {"X": "1", **before}
+    assert importing(given) == {"X": "1", "PYTHONPATH": after}
+    assert given == {"X": "1", **before}
+
+
+def test_the_command_of_a_checkout_whose_path_has_a_blank_can_be_typed(lab, tmp_path, monkeypatch):
+    monkeypatch.setattr(packages, "ROOT", tmp_path / "my lab")
+    assert packages.how_to_install([]) == "pip install -r '../my lab/requirements.txt'"

@@ -1,11 +1,15 @@
 """Records: what is new, what is refused when it is read, and what older ones are given."""
 
+import dataclasses
+import datetime
 import functools
 import json
 import operator
+import os
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -311,3 +315,190 @@ def test_a_run_without_a_result_is_refused_in_one_line(spec, status):
     entry["error"]["message"] = "two\nlines"
     message = refused(f"{spec.run_id}: {status}, two lines", record.with_result, entry, " (hint)")
     assert message.endswith(" (hint)")
+
+
+# Values of a new record, its end, and what lies around it.
+
+
+@pytest.fixture
+def entry(spec, monkeypatch):
+    """A new record, of a commit that git is not asked for."""
+    monkeypatch.setenv("QA_LIB_COMMIT", "a1" * 20)
+    return record.new_record(spec, ENV)
+
+
+def test_a_new_record_has_every_value_of_its_spec(spec):
+    spec = dataclasses.replace(
+        spec, seed=7, hardware="h200", world=4, stages=2, search="tune", sm=90, adjusted=["a"]
+    )
+    entry = record.new_record(spec, ENV)["spec"]
+    expected = {
+        "variant": "A1",
+        "seed": 7,
+        "hash": spec.hash,
+        "hardware": "h200",
+        "world": 4,
+        "stages": 2,
+        "search": "tune",
+        "sm": 90,
+        "adjusted": ["a"],
+        "preset": dataclasses.asdict(spec.preset),
+    }
+    assert {name: entry[name] for name in expected} == expected
+
+
+def test_a_record_has_the_settings_that_were_asked_for_and_not_those_of_the_machine(spec):
+    fewer = dataclasses.replace(spec.settings, dropout="none")
+    entry = record.new_record(dataclasses.replace(spec, settings=fewer), ENV)
+    assert entry["spec"]["settings"] == dataclasses.asdict(spec.asked)
+    assert entry["spec"]["settings"]["dropout"] == "philox"
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let the time be noon and some microseconds, in UTC."""
+    noon = datetime.datetime(2026, 1, 2, 12, 0, 3, 456, tzinfo=datetime.UTC)
+    stopped = types.SimpleNamespace(datetime=types.SimpleNamespace(now=noon.astimezone))
+    stopped.UTC = datetime.UTC
+    monkeypatch.setattr(record, "datetime", stopped)
+    return "2026-01-02T12:00:03+00:00"
+
+
+def test_a_record_says_when_it_was_made_and_when_it_ended(spec, tmp_path, clock):
+    entry = record.new_record(spec, ENV)
+    assert (entry["time"]["started"], entry["time"]["ended"]) == (clock, None)
+    entry["time"]["started"] = "before"
+    entry["error"]["step"] = 3
+    ended = record.finish(tmp_path, entry, "error", {"kind": "Odd", "message": "why"})
+    assert (ended["time"]["started"], ended["time"]["ended"]) == ("before", clock)
+    assert ended["error"] == {"kind": "Odd", "message": "why", "step": 3}
+    assert record.read_record(tmp_path) == ended
+
+
+def test_a_record_is_lines_that_end(entry, tmp_path):
+    record.write_record(tmp_path, entry)
+    text = (tmp_path / "record.json").read_text()
+    assert text.startswith('{\n "') and text.endswith("\n}\n")
+
+
+def test_another_document_says_its_schema_its_run_and_its_code(monkeypatch):
+    monkeypatch.setattr(record, "code_version", lambda: {"commit": "a1", "dirty": True})
+    assert record.document_header("x/1", "A1-s0-abcdef", "cpu-smoke") == {
+        "schema": "x/1",
+        "run_id": "A1-s0-abcdef",
+        "group": "cpu-smoke",
+        "code": {"commit": "a1", "dirty": True},
+    }
+
+
+def test_a_folder_without_a_record_says_so(tmp_path):
+    refused("record.json: no record", record.read_record, tmp_path)
+
+
+def test_a_record_that_is_no_utf_8_or_a_pipe_is_refused_by_name(tmp_path):
+    (tmp_path / "record.json").write_bytes(b"\xff")
+    refused("record.json: not readable as JSON", record.read_record, tmp_path)
+    (tmp_path / "record.json").unlink()
+    os.mkfifo(tmp_path / "record.json")
+    refused("record.json: not a regular file", record.read_record, tmp_path)
+
+
+@pytest.mark.parametrize("half", ["\\ud800", "\\uD800", "\\uDfFf"])
+def test_half_a_character_is_refused_however_it_is_written(entry, half, tmp_path):
+    entry["error"]["message"] = "HALF"
+    (tmp_path / "record.json").write_text(json.dumps(entry).replace("HALF", half))
+    refused("record.json: holds half a character", record.read_record, tmp_path)
+
+
+def test_a_whole_character_that_is_written_in_two_halves_is_read(entry, tmp_path):
+    entry["error"]["message"] = "😀"
+    (tmp_path / "record.json").write_text(json.dumps(entry))
+    assert record.read_record(tmp_path)["error"]["message"] == "😀"
+
+
+def test_files_of_runs_are_found_whatever_signs_are_in_the_folders_name(tmp_path):
+    runs = tmp_path / "runs [1]*"
+    path = runs / "cpu-smoke" / "A1-s0-abcdef" / "record.json"
+    path.parent.mkdir(parents=True)
+    path.touch()
+    (runs / "cpu-smoke" / "record.json").touch()
+    assert record.run_files(runs, "record.json") == [path]
+
+
+@pytest.mark.parametrize("name", ["label", "higher_is_better"])
+def test_a_score_that_means_another_thing_is_of_another_group(entry, name):
+    record.check_group("record.json", entry)
+    entry["task"][name] = None
+    refused(
+        f"record.json: task.{name} is 'None', and not ", record.check_group, "record.json", entry
+    )
+
+
+LOG = [
+    ('{"step": 1, "loss": null, "ms": 2.5}', True),
+    ('{"step": 2, "loss": 0.5}', True),
+    ('{"step": 0, "loss": 0.5}', False),
+    ('{"step": -1}', False),
+    ('{"step": 3, "loss": NaN}', False),
+    ('{"step": 3, "loss": Infinity}', False),
+    ('{"step": 3, "loss": "low"}', False),
+    ('{"loss": 0.5}', False),
+    ("[3]", False),
+    ("", False),
+    ('{"step": 3, "lo', False),
+]
+
+
+def test_a_spoilt_line_of_a_log_costs_itself(tmp_path):
+    (tmp_path / "steps.jsonl").write_text("\n".join(line for line, _ in LOG))
+    expected = [json.loads(line) for line, is_whole in LOG if is_whole]
+    assert record.read_steps(tmp_path / "steps.jsonl") == expected
+
+
+def test_without_a_log_there_are_no_steps(tmp_path):
+    assert record.read_steps(tmp_path / "steps.jsonl") == []
+    assert record.read_steps(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    "kind", ["OSError", "UserError", "SpecError", "UnknownName", "RecordError"]
+)
+def test_a_mistake_before_the_first_step_is_not_more_than_the_machine_can_do(entry, kind):
+    entry = entry | {"status": "error"}
+    entry["error"] |= {"kind": kind, "step": None}
+    assert not record.unable(entry)
+
+
+def test_a_name_has_200_signs_at_most(entry, tmp_path):
+    record.write_record(tmp_path, entry | {"run_id": "a" * 200})
+    assert record.read_record(tmp_path)["run_id"] == "a" * 200
+    record.write_record(tmp_path, entry | {"run_id": "a" * 201})
+    refused("record.json: run_id is ", record.read_record, tmp_path)
+
+
+@pytest.mark.parametrize("number", [-(2**63), 2**63 - 1, -0.5])
+def test_a_number_that_a_column_holds_is_taken(entry, number, tmp_path):
+    entry["quality"]["f1"] = number
+    record.write_record(tmp_path, entry)
+    assert record.read_record(tmp_path)["quality"]["f1"] == number
+
+
+@pytest.mark.parametrize("number", [-(2**63) - 1, 2**63])
+def test_a_number_beyond_64_bits_is_refused(entry, number, tmp_path):
+    entry["quality"]["f1"] = number
+    record.write_record(tmp_path, entry)
+    refused("record.json: quality.f1 is ", record.read_record, tmp_path)
+
+
+def test_a_new_record_has_no_number_that_was_not_measured(entry):
+    for section in ("speed", "memory", "energy", "parallel", "error"):
+        values = {name: v for name, v in entry[section].items() if not isinstance(v, dict)}
+        assert set(values.values()) == {None}, section
+    assert set(entry["time"]["step_ms"].values()) == {None}
+    assert set(entry["parallel"]["noise"].values()) == {None}
+
+
+@pytest.mark.parametrize(("step", "expected"), [(3, True), (4, False)])
+def test_a_kernel_that_cannot_be_made_shows_within_three_steps(entry, step, expected):
+    entry["error"] |= {"kind": "CppCompileError", "step": step}
+    assert record.unable(entry | {"status": "error"}) is expected

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from qa_lib.records import record
+from qa_lib.records import files, record
 from qa_lib.records.files import (
     check_folder,
     empty_folder,
     open_to_write,
+    regular,
     write_atomically,
 )
 from tests.material import refused
@@ -179,3 +180,104 @@ def test_a_folder_is_held_by_one_at_a_time(tmp_path):
 def test_locks_of_other_names_do_not_keep_each_other_out(tmp_path):
     with record.lock(tmp_path), record.lock(tmp_path, ".driver.lock"):
         pass
+
+
+# Modes, folders and times.
+
+
+def test_a_new_file_may_be_read_by_all_and_its_folder_is_made(tmp_path):
+    path = tmp_path / "a" / "b" / "file"
+    write_atomically(path, "é")
+    assert path.read_bytes() == "é".encode()
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_bytes_are_written_as_they_are(tmp_path):
+    write_atomically(tmp_path / "file", b"\xff\n")
+    assert contents(tmp_path) == {"file": b"\xff\n"}
+
+
+def test_a_file_is_on_the_disk_before_it_takes_the_place_of_another(tmp_path, monkeypatch):
+    calls = []
+    for name in ("fsync", "replace"):
+        real = getattr(os, name)
+        monkeypatch.setattr(
+            os, name, lambda *words, name=name, real=real: (calls.append(name), real(*words))
+        )
+    write_atomically(tmp_path / "file", "text")
+    assert calls == ["fsync", "replace"]
+
+
+def test_a_file_that_cannot_take_its_place_leaves_nothing_beside_it(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", fail)
+    refused("cannot write .*file: No space left", write_atomically, tmp_path / "file", "text")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_link_to_a_file_and_what_is_not_there_may_be_read(tmp_path):
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("file")
+    for name in ("file", "link", "none"):
+        assert regular(tmp_path / name) == tmp_path / name
+    refused("not a regular file", regular, tmp_path)
+
+
+def test_what_is_opened_to_write_goes_behind_what_is_there(tmp_path):
+    for line in ("one\n", "two\n"):
+        with open_to_write(tmp_path / "file", "a") as stream:
+            stream.write(line)
+    assert (tmp_path / "file").read_text() == "one\ntwo\n"
+
+
+@pytest.mark.parametrize(
+    "make", [lambda path: path.symlink_to("elsewhere"), os.mkfifo], ids=["link", "pipe"]
+)
+def test_what_is_put_in_the_place_of_a_file_after_the_look_is_not_written_to(
+    make, tmp_path, monkeypatch
+):
+    path = tmp_path / "file"
+
+    def look_and_be_overtaken(path: Path) -> Path:
+        monkeypatch.undo()
+        make(path)
+        return path
+
+    monkeypatch.setattr(files, "writable", look_and_be_overtaken)
+    refused("file: not a regular file", open_to_write, path, "a")
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_another_fault_of_opening_is_pythons_own(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        open_to_write(tmp_path / "none" / "file", "a")
+
+
+def test_emptying_a_folder_keeps_the_locks_of_the_run_and_of_its_driver(tmp_path):
+    for name in (".lock", ".driver.lock", "lock", ".lock.json"):
+        (tmp_path / name).touch()
+    empty_folder(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".driver.lock", ".lock"]
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_what_is_no_number_is_no_json(number):
+    with pytest.raises(ValueError, match="JSON"):
+        files.as_json({"a": number})
+
+
+def test_json_is_laid_out_as_asked_for():
+    assert files.as_json({"b": [1], "a": "é"}, separators=(",", ":")) == '{"b":[1],"a":"\\u00e9"}'
+    assert files.as_json({"a": 1}, indent=1) == '{\n "a": 1\n}'
+
+
+def test_a_folder_that_is_held_is_made(tmp_path):
+    with record.lock(tmp_path / "a" / "b"):
+        assert (tmp_path / "a" / "b" / ".lock").is_file()
+
+
+def test_a_folder_that_cannot_be_made_is_not_held(tmp_path):
+    (tmp_path / "file").touch()
+    refused("cannot write into .*file/run: ", record.lock(tmp_path / "file" / "run").__enter__)

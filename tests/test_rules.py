@@ -4,6 +4,7 @@ import ast
 import dataclasses
 import itertools
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -11,10 +12,11 @@ import pytest
 from qa_lib.model.architectures import ARCHITECTURES
 from qa_lib.spec import rules
 from qa_lib.spec.machine import Machine
+from qa_lib.spec.presets import Preset
 from qa_lib.spec.settings import Settings, choices
 from qa_lib.spec.variants import VARIANTS
 from tests.material import refused
-from tests.pairs import unchecked
+from tests.pairs import clash, unchecked
 from tests.tiny import CPU, H200
 
 FIELDS = {field.name for field in dataclasses.fields(Settings)}
@@ -168,6 +170,111 @@ def test_an_unknown_value_or_a_conflict_is_refused_with_the_nearest_or_the_reaso
     refused(re.escape(message), Settings, **change)
 
 
+MASTERS = "adamw-master adamw-master-bf16 adamw-master-8bit"
+NO_MASTERS = "adamw adamw-fused adamw-8bit"
+OF_THE_LOOP = "ddp-bf16 ddp-one-bucket ddp-overlap zero1 zero1-overlap fsdp2 pipeline tensor"
+SHARED = f"ddp {OF_THE_LOOP} deepspeed"  # whatever takes several processes
+NO_PIPELINE = SHARED.replace("pipeline ", "none ")
+SOME_TRAIN = "lora-qv bitfit freeze-bottom-10"
+# Two settings, and the values of the one that do not go with these values of the other.
+CLASHES = [
+    ("engine", "loop trainer", "precision", "pure-bf16"),
+    ("engine", "loop trainer", "compile", "reduce-overhead"),
+    ("engine", "loop", "parallel", "deepspeed"),
+    ("engine", "loop", "fault", "nvidia-smi-polling"),
+    ("engine", "trainer", "dropout", "hash"),
+    ("engine", "trainer", "loss", "chunked chunked-fp8"),
+    ("engine", "trainer", "compile", "cudagraphs"),
+    ("engine", "trainer", "padding", "packed"),
+    ("engine", "trainer", "optimizer", f"adamw-8bit {MASTERS}"),
+    ("engine", "trainer", "cuda_graph", "True"),
+    ("engine", "trainer", "activation_checkpointing", "elementwise"),
+    ("engine", "trainer", "parallel", OF_THE_LOOP),
+    ("engine", "plain", "attention", "eager efficient triton-varlen triton-causal"),
+    ("engine", "plain", "qkv", "fused"),
+    ("engine", "plain", "dropout", "hash"),
+    ("engine", "plain", "norms", "fused"),
+    ("engine", "plain", "loss", "chunked chunked-fp8"),
+    ("engine", "plain", "feed_forward", "fp8"),
+    ("engine", "plain", "gelu", "sigmoid"),
+    ("engine", "plain", "qat", "int8 int4"),
+    ("engine", "plain", "compile", "regional aot_eager cudagraphs nvfuser"),
+    ("engine", "plain", "padding", "longest"),
+    ("engine", "plain", "base_quantization", "nf4"),
+    ("engine", "plain", "optimizer", f"adamw-fused adamw-8bit {MASTERS}"),
+    ("engine", "plain", "cuda_graph", "True"),
+    ("engine", "plain", "activation_checkpointing", "elementwise True"),
+    ("engine", "plain", "parallel", SHARED),
+    ("engine", "plain", "trainable", SOME_TRAIN),
+    ("precision", "fp32", "attention", "flash"),
+    ("precision", "fp16 fp32 pure-bf16", "loss", "chunked-fp8"),
+    ("precision", "fp16 fp32 pure-bf16", "feed_forward", "fp8"),
+    ("precision", "fp16 bf16 pure-bf16", "qat", "int8 int4"),
+    ("precision", "fp16 fp32 pure-bf16", "optimizer", "adamw-master-bf16"),
+    ("precision", "fp32", "optimizer", "adamw-master adamw-master-8bit"),
+    ("precision", "fp16", "parallel", "pipeline"),
+    ("attention", "triton-causal", "norms", "native"),
+    ("attention", "eager triton-causal", "padding", "packed"),
+    ("attention", "flash efficient block-diagonal triton-varlen", "padding", "max_length longest"),
+    ("attention", "triton-varlen", "parallel", "pipeline tensor"),
+    ("qkv", "fused", "parallel", "tensor"),
+    ("qkv", "fused", "trainable", "lora-qv"),
+    ("dropout", "philox", "norms", "fused"),
+    ("dropout", "hash", "parallel", "pipeline"),
+    ("norms", "fused", "qat", "int8 int4"),
+    ("norms", "fused", "base_quantization", "nf4"),
+    ("norms", "fused", "parallel", "tensor"),
+    ("loss", "chunked chunked-fp8", "padding", "packed"),
+    ("loss", "chunked chunked-fp8", "optimizer", NO_MASTERS),
+    ("feed_forward", "fp8", "base_quantization", "nf4"),
+    ("feed_forward", "fp8", "optimizer", NO_MASTERS),
+    ("feed_forward", "fp8", "parallel", "tensor"),
+    ("gelu", "sigmoid", "qat", "int8 int4"),
+    ("gelu", "sigmoid", "base_quantization", "nf4"),
+    ("gelu", "sigmoid", "parallel", "tensor"),
+    ("qat", "int8 int4", "base_quantization", "nf4"),
+    ("qat", "int8 int4", "parallel", "tensor"),
+    ("qat", "int8 int4", "trainable", "lora-qv"),
+    ("compile", "regional", "padding", "max_length longest"),
+    ("compile", "regional", "parallel", "ddp ddp-bf16 pipeline"),
+    ("compile", "cudagraphs", "padding", "longest"),
+    ("compile", "cudagraphs", "cuda_graph", "True"),
+    ("compile", "cudagraphs", "parallel", SHARED),
+    ("compile", "inductor regional aot_eager nvfuser reduce-overhead", "parallel", "fsdp2"),
+    (
+        "compile",
+        "none aot_eager cudagraphs nvfuser reduce-overhead",
+        "activation_checkpointing",
+        "elementwise",
+    ),
+    ("padding", "packed", "group_by_length", "True"),
+    ("padding", "longest", "cuda_graph", "True"),
+    ("padding", "max_length longest", "parallel", "pipeline"),
+    ("base_quantization", "nf4", "parallel", "fsdp2 pipeline tensor"),
+    ("base_quantization", "nf4", "trainable", "all bitfit freeze-bottom-10"),
+    ("optimizer", "adamw adamw-8bit", "cuda_graph", "True"),
+    ("optimizer", "adamw-8bit adamw-master-8bit", "parallel", "zero1 zero1-overlap fsdp2 tensor"),
+    ("optimizer", "adamw-master adamw-master-bf16", "parallel", "fsdp2"),
+    ("cuda_graph", "True", "parallel", "ddp ddp-bf16 fsdp2 pipeline tensor"),
+    ("schedule", "1f1b interleaved", "parallel", NO_PIPELINE),
+    ("trainable", SOME_TRAIN, "parallel", "pipeline tensor"),
+]
+
+
+def test_two_values_clash_where_the_table_says_so_and_nowhere_else():
+    expected = set()
+    for one, values, other, other_values in CLASHES:
+        for pair in itertools.product(values.split(), other_values.split()):
+            expected.add(frozenset(zip((one, other), pair, strict=True)))
+    found = set()
+    for one, other in itertools.combinations(VALUES, 2):
+        for pair in itertools.product(VALUES[one], VALUES[other]):
+            chosen = list(zip((one, other), pair, strict=True))
+            if clash(*chosen):
+                found.add(frozenset((name, str(value)) for name, value in chosen))
+    assert found == expected
+
+
 # Tasks and models.
 
 OF_A_TASK = [
@@ -208,6 +315,43 @@ def test_what_calls_or_adapts_a_decoders_layers_one_by_one_does_not_fit_fused_on
     assert rules.lacking(settings, "bert") is None
 
 
+LACKS = {
+    "bert": {},
+    "roberta": {"engine": "plain"},
+    "electra": {"engine": "plain"},
+    "distilbert": {
+        "engine": "plain",
+        "qkv": "fused",
+        "norms": "fused",
+        "gelu": "sigmoid",
+        "compile": "regional",
+        "parallel": "pipeline",
+    },
+    "modernbert": {
+        "engine": "plain",
+        "attention": "efficient triton-varlen",
+        "qkv": "fused",
+        "dropout": "hash none",
+        "norms": "fused",
+        "gelu": "sigmoid",
+        "compile": "regional",
+        "parallel": "pipeline tensor",
+        "trainable": "bitfit",
+    },
+    "gpt2": {"norms": "fused"},  # with the other settings of the baseline
+}
+
+
+@pytest.mark.parametrize("architecture", LACKS)
+def test_an_architecture_lacks_these_values_and_no_others(architecture):
+    found = {}
+    for name, values in VALUES.items():
+        lacked = [v for v in values if rules.lacking(unchecked(**{name: v}), architecture)]
+        if lacked:
+            found[name] = " ".join(map(str, lacked))
+    assert found == LACKS[architecture]
+
+
 def test_every_variant_fits_the_model_that_its_task_begins_with():
     for name, variant in VARIANTS.items():
         architecture = {"qa": "bert", "lm": "gpt2"}[variant.task]
@@ -230,6 +374,92 @@ def test_a_machine_that_has_everything_lacks_nothing_but_a_backend_that_is_gone(
     for name, variant in VARIANTS.items():
         lacks = rules.missing(variant.settings, machine)
         assert (lacks is None) == (variant.settings.compile != "nvfuser"), name
+
+
+# Values, by what the package or the tool they need is called in a machine that lacks it.
+TRITON = {
+    "attention": "triton-varlen triton-causal",
+    "norms": "fused",
+    "loss": "chunked chunked-fp8",
+    "gelu": "sigmoid",
+    "optimizer": "adamw-master adamw-master-bf16 adamw-master-8bit",
+}
+NEEDED = {
+    "compiler": TRITON | {"compile": "inductor regional reduce-overhead"},
+    "bitsandbytes": {"base_quantization": "nf4", "optimizer": "adamw-8bit"},
+    "deepspeed": {"parallel": "deepspeed"},
+    "torchao": {"qat": "int8 int4"},
+    "peft": {"trainable": "lora-qv"},
+}
+ALL_THERE = dataclasses.replace(H200, deepspeed=True, torchao=True)
+
+
+def needing(machine: Machine) -> dict[str, str]:
+    """Return the values that a machine cannot run though one that has everything can."""
+    found = {}
+    for name, values in VALUES.items():
+        refused_here = []
+        for value in values:
+            settings = unchecked(**{name: value})
+            if rules.missing(settings, machine) and not rules.missing(settings, ALL_THERE):
+                refused_here.append(str(value))
+        if refused_here:
+            found[name] = " ".join(refused_here)
+    return found
+
+
+@pytest.mark.parametrize("lacked", NEEDED)
+def test_a_machine_that_lacks_one_thing_cannot_run_what_needs_it_and_nothing_else(lacked):
+    assert needing(dataclasses.replace(ALL_THERE, **{lacked: False})) == NEEDED[lacked]
+
+
+def test_without_a_gpu_it_is_what_runs_on_one_alone_that_cannot_run():
+    without = dataclasses.replace(ALL_THERE, gpus=0, sm=0)
+    assert needing(without) == {
+        "precision": "bf16 pure-bf16",
+        "attention": "flash efficient",
+        "loss": "chunked-fp8",
+        "feed_forward": "fp8",
+        "compile": "cudagraphs reduce-overhead",
+        "fault": "nvidia-smi-polling",
+    }
+
+
+# Values, by the compute capability x 10 from which a GPU runs them.
+NEWER = {
+    70: {"compile": "inductor regional reduce-overhead"},
+    75: {
+        "norms": "fused",
+        "loss": "chunked",
+        "gelu": "sigmoid",
+        "optimizer": "adamw-master adamw-master-bf16 adamw-master-8bit",
+    },
+    80: {"precision": "bf16 pure-bf16", "attention": "flash triton-varlen triton-causal"},
+    89: {"loss": "chunked-fp8", "feed_forward": "fp8"},
+}
+
+
+def test_a_value_says_from_which_generation_of_gpus_it_runs():
+    found = {}
+    for name, values in VALUES.items():
+        for value in values:
+            capability = rules.since(unchecked(**{name: value}))
+            if capability:
+                found.setdefault(capability, {}).setdefault(name, []).append(str(value))
+    in_words = {
+        capability: {name: " ".join(values) for name, values in of_capability.items()}
+        for capability, of_capability in found.items()
+    }
+    assert in_words == NEWER
+
+
+@pytest.mark.parametrize("capability", NEWER)
+def test_a_gpu_of_that_generation_runs_what_an_older_one_does_not(capability):
+    for name, values in NEWER[capability].items():
+        for value in values.split():
+            settings = unchecked(**{name: value})
+            assert rules.missing(settings, dataclasses.replace(ALL_THERE, sm=capability)) is None
+            assert rules.missing(settings, dataclasses.replace(ALL_THERE, sm=capability - 1))
 
 
 def test_a_machine_with_too_few_gpus_says_how_many_it_has():
@@ -275,3 +505,111 @@ def test_what_takes_a_gpu_alone_stays_as_it_was_asked_for_without_one():
 @pytest.mark.parametrize(("width", "fits"), [(8, False), (16, True), (24, False), (64, True)])
 def test_heads_of_the_packed_kernel_are_as_wide_as_a_power_of_2(width, fits):
     assert (rules.unfit_heads(width) is None) == fits
+
+
+def test_a_cpu_takes_the_whole_loss_of_a_language_model():
+    settings, sentences = rules.adjust(VARIANTS["L-loss"].settings, CPU)
+    assert settings.loss == "native"
+    assert "loss: native, since chunks of logits are for weights in half precision" in sentences
+
+
+def test_a_machine_with_as_many_gpus_as_processes_has_enough():
+    assert rules.missing(Settings(), dataclasses.replace(H200, gpus=4), world=4) is None
+
+
+def test_a_trainer_that_was_asked_for_its_own_optimizer_is_not_adjusted():
+    gpu = dataclasses.replace(CPU, gpus=1, sm=90)
+    assert rules.adjust(Settings(engine="trainer", optimizer="adamw-fused"), gpu)[1] == []
+
+
+def test_a_step_that_is_not_divisible_says_the_nearest_batch_below_that_is():
+    for micro_batch, batch, said in ((24, 100, 96), (24, 16, 24)):
+        preset = Preset(name="own", effective_batch=batch, epochs=1)
+        (sentence,) = rules.size_conflicts(Settings(micro_batch=micro_batch), preset)
+        assert sentence.endswith(f"add --batch {said}")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "schedule", "layers", "heads", "stages", "fits"),
+    [
+        ("pipeline", "gpipe", 12, 12, 4, True),
+        ("pipeline", "gpipe", 12, 12, 5, False),
+        ("pipeline", "interleaved", 12, 12, 3, True),
+        ("pipeline", "interleaved", 12, 12, 4, False),
+        ("tensor", "gpipe", 5, 12, 1, True),
+        ("tensor", "gpipe", 12, 6, 1, False),
+        ("ddp", "gpipe", 5, 5, 1, True),
+    ],
+)
+def test_a_model_is_shared_by_equal_parts_of_its_layers_or_heads(
+    parallel, schedule, layers, heads, stages, fits
+):
+    settings = unchecked(parallel=parallel, schedule=schedule)
+    why = rules.unshared(settings, layers=layers, heads=heads, world=4, stages=stages)
+    assert (why is None) == fits
+
+
+def test_a_decoders_fused_pass_takes_these_values_and_no_others():
+    taken = {}
+    for name in ("attention", "activation_checkpointing", "parallel"):
+        values = []
+        for value in VALUES[name]:
+            settings = unchecked(**FUSED_DECODER | {name: value})
+            if rules.lacking(settings, "gpt2") is None:
+                values.append(str(value))
+        taken[name] = " ".join(values)
+    assert taken == {
+        "attention": "sdpa triton-causal",
+        "activation_checkpointing": "False elementwise",
+        "parallel": "none ddp ddp-bf16 ddp-one-bucket zero1",
+    }
+
+
+def shares(parallel: str, schedule: str, stages: int, world: int, micro_batches: int) -> int:
+    """Return into how many shares so many processes divide so many micro-batches."""
+    spec = types.SimpleNamespace(
+        settings=unchecked(parallel=parallel, schedule=schedule),
+        stages=stages,
+        micro_batches=micro_batches,
+        preset=Preset(name="own", effective_batch=8 * micro_batches, epochs=1),
+    )
+    return rules.replicas(spec, world)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("none", "gpipe", 1, 1, 4), 1),
+        (("ddp", "gpipe", 1, 4, 4), 4),
+        (("tensor", "gpipe", 1, 4, 1), 1),
+        (("pipeline", "gpipe", 2, 4, 2), 2),
+        (("pipeline", "1f1b", 2, 4, 4), 2),
+        (("pipeline", "interleaved", 2, 2, 4), 1),
+    ],
+)
+def test_processes_share_micro_batches_unless_they_share_the_model(words, expected):
+    assert shares(*words) == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("ddp", "gpipe", 1, 3, 4), "3 processes do not divide the 4 micro-batches of a step"),
+        (("pipeline", "gpipe", 2, 3, 4), "3 processes do not make up pipelines of 2"),
+        (("pipeline", "1f1b", 4, 4, 3), "1f1b takes at least .* 4 stages, .* has 3 in a step"),
+        (("pipeline", "interleaved", 2, 2, 3), "takes a multiple .* 2 stages, .* has 3 in a step"),
+    ],
+)
+def test_processes_that_do_not_divide_a_step_are_refused(words, said):
+    refused(said, shares, *words)
+
+
+@pytest.mark.parametrize("name", ["E-fp8", "E-packed-efficient"])
+def test_settings_for_a_gpu_alone_are_not_adjusted_where_there_is_none(name):
+    settings = VARIANTS[name].settings
+    assert rules.adjust(settings, CPU) == (settings, [])
+
+
+def test_packed_sequences_that_were_asked_for_with_flash_stay_so_without_a_gpu():
+    settings = Settings(padding="packed", attention="flash")
+    assert rules.adjust(settings, CPU) == (settings, [])

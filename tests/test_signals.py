@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from fcntl import ioctl
 from termios import TIOCSCTTY
 from unittest.mock import Mock
@@ -17,10 +18,11 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from qa_lib import signals
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import DRIVER_GONE
 from qa_lib.lab.launch.process import kill
-from qa_lib.signals import CTRL_C, SIGNALS
+from qa_lib.signals import CTRL_C, SIGNALS, Stopped
 from tests.conftest import slow
 from tests.material import ROOT, end_of, wait_for
 from tests.small import FIT, environment, holders, write_notebook
@@ -205,3 +207,97 @@ def test_a_process_is_killed_with_its_children_and_theirs():
     finally:
         if is_alive(grandchild):
             os.kill(grandchild, signal.SIGKILL)
+
+
+# The block of `stoppable` by itself, in this process.
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds of a clock that tests set."""
+    now = types.SimpleNamespace(seconds=0.0)
+    monkeypatch.setattr(signals.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def stop_of(number: int) -> str | None:
+    """Return the message of the Stopped that a signal raises now; None where it raises none.
+
+    The signal is not sent: one that nothing handles would end the tests.
+    """
+    handler = signal.getsignal(number)
+    assert callable(handler)
+    try:
+        handler(number, None)
+    except Stopped as stop:
+        return str(stop)
+    return None
+
+
+@pytest.mark.parametrize(
+    ("number", "name"),
+    [
+        (signal.SIGINT, "SIGINT (Ctrl-C)"),
+        (signal.SIGTERM, "SIGTERM"),
+        (signal.SIGHUP, "SIGHUP (its terminal is gone)"),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_each_signal_that_asks_for_an_end_stops_a_block_by_its_name(number, name):
+    with signals.stoppable():
+        assert stop_of(number) == name
+
+
+def test_a_signal_that_is_sent_is_raised_in_the_block():
+    with pytest.raises(Stopped, match="SIGTERM"), signals.stoppable():
+        assert callable(signal.getsignal(signal.SIGTERM))
+        signal.raise_signal(signal.SIGTERM)
+
+
+def test_a_block_may_have_names_of_its_own_for_signals():
+    with signals.stoppable(dict.fromkeys(SIGNALS, "a wish")):
+        assert stop_of(signal.SIGTERM) == "a wish"
+
+
+def test_signals_that_follow_within_three_seconds_are_the_same_wish(clock):
+    seen = []
+    with signals.stoppable():
+        for seconds in (0.0, 2.9, 3.0, 5.9, 6.0, 20.0, 20.0):
+            clock.seconds = seconds
+            seen.append(stop_of(signal.SIGTERM) is not None)
+    assert seen == [True, False, True, False, True, True, False]
+
+
+def test_handlers_are_as_before_after_a_block_that_was_stopped():
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        with pytest.raises(Stopped), signals.stoppable():
+            raise Stopped
+        after = {number: signal.getsignal(number) for number in SIGNALS}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert after == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    handler = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with signals.stoppable():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, handler)
+
+
+@pytest.mark.parametrize(
+    ("problem", "said"),
+    [
+        (Stopped("SIGTERM"), "stopped by SIGTERM"),
+        (KeyboardInterrupt(), f"stopped by {CTRL_C}"),
+        (SystemExit(3), "stopped by SystemExit"),
+    ],
+    ids=["signal", "notebook", "other"],
+)
+def test_what_stopped_a_run_is_said(problem, said):
+    assert signals.stopped_by(problem) == said

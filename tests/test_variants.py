@@ -1,10 +1,12 @@
 """Variants, presets and specs: what a run is, what names it, and what a machine makes of it."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import re
 
+import numpy as np
 import pytest
 
 from qa_lib.errors import SpecError
@@ -16,14 +18,17 @@ from qa_lib.lab.report.variants_table import headline_table
 from qa_lib.lab.search.plan import plan
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import read_runs
-from qa_lib.spec.machine import Machine
-from qa_lib.spec.presets import PRESETS, Preset
-from qa_lib.spec.recipes import RECIPES
+from qa_lib.spec import variants as table_of_variants
+from qa_lib.spec.machine import Machine, hardware_name
+from qa_lib.spec.presets import PRESETS, Preset, named_or_own, sized, stride_of, whole_number
+from qa_lib.spec.recipes import RECIPES, find_recipe
+from qa_lib.spec.resolve import resolve
 from qa_lib.spec.rules import missing, since
 from qa_lib.spec.settings import Settings
-from qa_lib.spec.spec import Spec
+from qa_lib.spec.shapes import check_positions, find_shape
+from qa_lib.spec.spec import Spec, group_name, sha256_of_json
 from qa_lib.spec.tasks import TASKS
-from qa_lib.spec.variants import FAMILIES, VARIANTS, Variant, find_variant
+from qa_lib.spec.variants import FAMILIES, VARIANTS, Variant, find_family, find_variant, tagged
 from tests.material import refused
 from tests.report_runs import make
 from tests.tiny import CPU, H200, planned
@@ -389,3 +394,303 @@ def test_sizes_that_do_not_go_together_are_refused_where_none_remains():
 def test_sizes_that_do_not_go_together_are_refused_where_nobody_is_told_of_them():
     words = {"micro_batch": [5, 8], "machine": CPU}
     refused("micro-batch 5 does not divide", plan, ["A1"], "smoke", **words)
+
+
+# The presets' numbers.
+
+SIZES = {"steps", "epochs", "effective_batch", "batch_tokens", "learning_rate", "max_length"}
+SIZES |= {"stride", "max_answer_length"}
+
+
+def test_committed_runs_were_of_the_presets_of_today(evidence):
+    """Apart from sizes that were asked for."""
+    exact = set()
+    ran = set()
+    for entry in evidence:
+        preset = entry["spec"]["preset"]
+        if preset["name"] not in PRESETS:  # of a search
+            continue
+        today = dataclasses.asdict(PRESETS[preset["name"]])
+        differing = {name for name in today if today[name] != preset[name]}
+        assert differing <= SIZES, preset["name"]
+        ran.add(preset["name"])
+        if not differing:
+            exact.add(preset["name"])
+    assert len(ran) >= 12
+    assert ran - exact <= {"speedrun"}, "of which all had a larger batch"
+
+
+@pytest.mark.parametrize("name", ["local", "full", "lm-full"])
+def test_a_whole_training_is_scored_goes_on_from_checkpoints_and_may_take_hours(name):
+    preset = PRESETS[name]
+    assert (preset.epochs, preset.quality) == (3, True)
+    assert (preset.checkpoint_every, preset.time_limit_s) == (500, 6 * 3600)
+
+
+@pytest.mark.parametrize(("name", "steps"), [("smoke", 400), ("lm-smoke", 120)])
+def test_a_trial_on_a_cpu_takes_one_thread_and_minutes_at_most(name, steps):
+    preset = PRESETS[name]
+    assert (preset.steps, preset.threads, preset.time_limit_s) == (steps, 1, 300)
+    assert (preset.quality, preset.recipe_rates) == (True, False)
+    assert 0 < preset.measure_from < preset.checkpoint_every < steps
+
+
+@pytest.mark.parametrize("preset", PRESETS.values(), ids=lambda preset: preset.name)
+def test_a_preset_without_epochs_has_steps_to_measure_after_its_warm_up(preset):
+    assert preset.steps is None or preset.measure_from < preset.steps
+
+
+@pytest.mark.parametrize("value", [0, 1, 2**31 - 1, np.int64(3)])
+def test_a_whole_number_in_its_bounds_is_pythons_own(value):
+    assert type(whole_number("n", value, 0)) is int
+    assert whole_number("n", value, 0) == value
+
+
+@pytest.mark.parametrize("value", [-1, 2**31, 1.0, "1", True, None])
+def test_another_value_is_no_whole_number(value):
+    refused("n is .*, and not a whole number from 0 to 2147483647", whole_number, "n", value, 0)
+
+
+@pytest.mark.parametrize(
+    ("max_length", "stride"), [(96, 32), (128, 42), (255, 85), (256, 128), (512, 128)]
+)
+def test_windows_share_the_usual_tokens_or_a_third_of_a_short_one(max_length, stride):
+    assert stride_of(max_length, 128) == stride
+    assert sized(PRESETS["bench"], max_length=max_length).stride == stride
+
+
+def test_a_batch_in_tokens_is_as_many_samples_as_they_make():
+    assert PRESETS["lm-bench"].batch == 32
+    assert PRESETS["bench"].batch == 32
+    assert PRESETS["vram"].batch is None
+
+
+def test_a_batch_of_ones_own_takes_the_place_of_one_in_tokens():
+    preset = sized(PRESETS["lm-bench"], batch=5)
+    assert (preset.effective_batch, preset.batch_tokens, preset.batch) == (5, None, 5)
+
+
+def test_a_rate_of_numpys_is_pythons_number_in_a_preset():
+    rate = sized(PRESETS["bench"], learning_rate=np.float32(0.5)).learning_rate
+    assert type(rate) is float and rate == 0.5
+
+
+def test_samples_may_be_as_long_as_a_model_takes_and_no_longer():
+    bench = PRESETS["bench"]
+    bench.check_length("bert", 384)
+    said = "bert takes 383 tokens, and samples of preset bench have 384"
+    refused(said, bench.check_length, "bert", 383)
+
+
+def test_a_preset_may_have_zero_where_that_means_none():
+    for name in ("stride", "measure_from", "checkpoint_every"):
+        Preset(name="own", epochs=1, **{name: 0})
+    for name in ("max_length", "effective_batch", "steps", "epochs", "threads", "time_limit_s"):
+        refused(f"{name} is '0', and not a whole number from 1", Preset, name="own", **{name: 0})
+
+
+@pytest.mark.parametrize(
+    ("preset", "data", "model", "name"),
+    [("bench", None, None, "bench"), ("bench", "d", "m", "bench"), (None, "d", "m", "local")],
+)
+def test_data_and_a_model_alone_mean_the_preset_for_ones_own(preset, data, model, name):
+    assert named_or_own(preset, data, model) == name
+
+
+@pytest.mark.parametrize(("data", "model"), [(None, "m"), ("d", None), (None, None)])
+def test_without_a_preset_both_data_and_a_model_are_needed(data, model):
+    refused("no preset is named", named_or_own, None, data, model)
+
+
+# Recipes, shapes, machines and tasks.
+
+
+def test_adapters_of_another_rank_train_at_the_presets_own_rate():
+    recipe = find_recipe("lora-all-r4")
+    assert (recipe.rank, recipe.lr_factor) == (4, 1.0)
+    assert recipe.targets == RECIPES["lora-all"].targets
+
+
+@pytest.mark.parametrize("name", ["lora-all-r0", "lora-all-r04", "bitfit-r4", "lora-x-r4", "r4"])
+def test_a_rank_that_cannot_be_is_no_recipe(name):
+    refused("unknown trainable", find_recipe, name)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "name"),
+    [
+        (None, "cpu"),
+        ("", "cpu"),
+        ("NVIDIA H200", "h200"),
+        ("NVIDIA H100 80GB HBM3", "h100-80gb-hbm3"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA GeForce RTX 3050", "rtx-3050"),
+        ("NVIDIA A100-SXM4-40GB (MIG 3g.20gb)", "a100-sxm4-40gb-mig-3g-20gb"),
+    ],
+)
+def test_a_gpus_name_is_part_of_a_folders(gpu, name):
+    assert hardware_name(gpu) == name
+
+
+def test_a_shape_has_the_sizes_of_its_name_and_heads_as_wide_as_gpt_2s():
+    shape = find_shape("gpt2:L3H128V512P96")
+    assert (shape.layers, shape.hidden, shape.vocabulary, shape.positions) == (3, 128, 512, 96)
+    assert shape.heads == 2
+    usual = find_shape("gpt2:L12H768")
+    assert (usual.vocabulary, usual.positions, usual.heads) == (50_257, 1024, 12)
+
+
+def test_the_smallest_vocabulary_has_a_token_beside_all_bytes():
+    assert find_shape("gpt2:L1H64V257").vocabulary == 257
+    refused("a shape is written like", find_shape, "gpt2:L1H64V256")
+
+
+def test_samples_may_be_as_long_as_a_shape_has_positions():
+    check_positions("gpt2:L1H64P96", 96)
+    check_positions("bert-base-uncased", 9999)
+    refused("give --model gpt2:L1H64P97", check_positions, "gpt2:L1H64P96", 97)
+    refused("give --model gpt2:L1H64P1025", check_positions, "gpt2:L1H64", 1025)
+
+
+@pytest.mark.parametrize(
+    ("names", "group"),
+    [
+        (("cpu", "smoke", "qa"), "cpu-smoke"),
+        (("h200", "lm-bench", "lm"), "h200-lm-bench"),
+        (("h200", "tune", "lm"), "h200-tune-lm"),
+        (("h200", "lmx", "lm"), "h200-lmx-lm"),
+    ],
+)
+def test_a_group_names_its_task_once_unless_it_is_questions(names, group):
+    assert group_name(*names) == group
+
+
+def test_a_digest_does_not_depend_on_the_order_of_names():
+    assert sha256_of_json({"a": 1, "b": [2]}) == sha256_of_json({"b": [2], "a": 1})
+    expected = hashlib.sha256(b'{"a":1,"b":[2]}').hexdigest()
+    assert sha256_of_json({"b": [2], "a": 1}) == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "preset", "words", "expected"),
+    [
+        ("A1", "smoke", {}, (2, 2)),
+        ("A1", "bench", {"micro_batch": 32}, (1, 1)),
+        ("A1", "vram", {"model": "tiny"}, (1, 1)),
+        ("P1", "smoke", {"world": 2}, (2, 1)),
+        ("P1", "vram", {"world": 4, "model": "tiny"}, (4, 1)),
+        ("P-tensor", "vram", {"world": 2, "model": "tiny"}, (1, 1)),
+        ("P-gpipe", "smoke", {"world": 2}, (2, 2)),
+        ("P-gpipe", "smoke", {"world": 4, "stages": 2}, (2, 1)),
+    ],
+)
+def test_micro_batches_of_a_step_and_of_each_process(variant, preset, words, expected):
+    spec = planned(variant, preset, **{"model": "tiny"} | words)
+    assert (spec.micro_batches, spec.accumulation) == expected
+
+
+@pytest.mark.parametrize(
+    ("variant", "words", "expected"),
+    [
+        ("A1", {}, (1, 1)),
+        ("P1", {}, (2, 1)),
+        ("P1", {"world": 1}, (1, 1)),
+        ("P-gpipe", {}, (2, 2)),
+        ("P-gpipe", {"stages": 2, "world": 4}, (4, 2)),
+        ("P-gpipe", {"stages": 1}, (2, 1)),
+    ],
+)
+def test_without_a_number_a_parallel_run_has_two_processes_in_one_pipeline(
+    variant, words, expected
+):
+    spec = planned(variant, **words)
+    assert (spec.world, spec.stages) == expected
+
+
+def test_a_pipeline_has_at_least_as_many_processes_as_stages():
+    spec = planned("P-gpipe", "critical-batch", stages=4, model="tiny")
+    assert (spec.world, spec.stages) == (4, 4)
+
+
+def test_what_was_asked_for_is_noted_as_the_preset_has_it_and_what_cannot_differ_is_not():
+    sizes = {"epochs": 2, "learning_rate": 1e-3, "max_length": 64, "batch": 8, "world": 1}
+    spec = planned(**sizes, stages=1, micro_batch=4)
+    expected = {"epochs": 2, "learning_rate": 1e-3, "max_length": 64, "batch": 8, "micro_batch": 4}
+    assert spec.own == expected
+    assert planned("P-gpipe", world=2, stages=2).own == {"world": 2, "stages": 2}
+    assert planned("P1", world=2, stages=1).own == {"world": 2}
+
+
+@pytest.mark.parametrize(
+    ("micro_batch", "chosen"), [(None, {"variant", "micro_batch"}), (8, {"variant"})]
+)
+def test_recommended_leaves_the_micro_batch_to_the_machine_unless_it_is_given(micro_batch, chosen):
+    sources = {"data": {"name": "d", "sha256": ""}, "model": {"name": "m", "revision": ""}}
+    words = {**sources, "data_source": "d", "model_source": "tiny"}
+    spec = resolve("recommended", "smoke", 0, CPU, **words, micro_batch=micro_batch)
+    assert set(spec.chosen) == chosen
+    assert spec.recommended
+    named = resolve("A1", "smoke", 0, CPU, **words)
+    assert (named.chosen, named.recommended) == ([], False)
+
+
+def test_pipelines_and_several_processes_are_other_runs():
+    alone = planned("P-gpipe", world=1)
+    specs = [alone, planned("P-gpipe", world=2), planned("P-gpipe", world=2, stages=1)]
+    assert len({spec.hash for spec in specs}) == 3
+
+
+def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
+    assert tagged("plain") == ["E-plain", "E-plain-graphs", "L-plain", "L-plain-bf16"]
+    assert tagged("quickstart") == ["A1", "A2", "A3", "A4", "A4-b", "B1", "C1", "E-packed"]
+    assert find_family("C") == ["C1", "C2-8", "C2"]
+    refused("unknown family 'Z'", find_family, "Z")
+
+
+def test_two_lines_of_the_table_may_not_have_one_name(monkeypatch):
+    twin = Variant("A2", parent="A1", precision="bf16", why="A twin.")
+    monkeypatch.setattr(table_of_variants, "_TABLE", [*table_of_variants._TABLE, twin])
+    refused("two variants are named 'A2'", table_of_variants._check_table)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "has_half_weights"),
+    [
+        ("adamw", False),
+        ("adamw-fused", False),
+        ("adamw-8bit", False),
+        ("adamw-master", True),
+        ("adamw-master-bf16", True),
+        ("adamw-master-8bit", True),
+    ],
+)
+def test_weights_are_in_half_precision_beside_masters(optimizer, has_half_weights):
+    assert Settings(optimizer=optimizer, precision="bf16").half_weights == has_half_weights
+
+
+@pytest.mark.parametrize(
+    "values", [{"cuda_graph": 0}, {"group_by_length": 0}, {"micro_batch": True}, {"qat": None}]
+)
+def test_a_setting_takes_no_value_that_only_equals_its_own(values):
+    refused(next(iter(values)), Settings, **values)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=lambda task: task.name)
+def test_the_card_of_a_task_names_transformers_own_class(task):
+    loaders = {"qa": "AutoModelForQuestionAnswering", "lm": "AutoModelForCausalLM"}
+    tags = {"qa": "question-answering", "lm": "text-generation"}
+    assert (task.card.loader, task.card.pipeline_tag) == (loaders[task.name], tags[task.name])
+
+
+def test_scores_have_the_names_of_the_hub_and_of_the_official_script():
+    assert TASKS["qa"].card.metrics == {"exact": "exact_match", "f1": "f1"}
+    assert TASKS["lm"].card.metrics == {"word_perplexity": "perplexity"}
+    for ours, theirs in TASKS["qa"].official.items():
+        words = {"HasAns": "has_answer", "NoAns": "no_answer", "thresh": "threshold", "total": "n"}
+        assert ours == "_".join(words.get(word, word) for word in theirs.split("_"))
+
+
+def test_a_lower_perplexity_and_a_higher_f1_are_better():
+    assert TASKS["qa"].scoring.higher_is_better and TASKS["qa"].scoring.metric == "f1"
+    lm = TASKS["lm"].scoring
+    assert not lm.higher_is_better and lm.metric == "word_perplexity"
