@@ -116,6 +116,42 @@ def test_a_vocabulary_is_the_same_each_time_it_is_learnt(folder, tokenizer):
     assert first == second
 
 
+def test_what_is_kept_of_a_text_is_of_its_tokenizer(folder, tokenizer):
+    """Another vocabulary is learnt anew, and another end token begins the text."""
+    source = open_text(folder, "validation")
+    first = tokenize_text(source, tokenizer)
+    smaller = learn_tokenizer(open_text(folder, "train"), 270)
+    assert len(smaller) == 270 < len(tokenizer)
+    assert len(tokenize_text(source, smaller).tokens) > len(first.tokens)
+    other_end = learn_tokenizer(open_text(folder, "train"), 400)
+    other_end.eos_token = other_end.convert_ids_to_tokens(7)
+    assert tokenize_text(source, other_end).tokens[0] == 7
+    assert tokenize_text(source, tokenizer).tokens[0] == 0
+
+
+def test_a_text_that_speaks_of_an_end_token_has_none_there(folder, tokenizer, tmp_path):
+    (tmp_path / "train.txt").write_text("the <|endoftext|> of the river\n")
+    text = tokenize_text(open_text(tmp_path, "train"), tokenizer)
+    assert (text.tokens == tokenizer.eos_token_id).sum() == 1, "at the start"
+    assert tokenizer.decode(text.tokens[1:]) == "the <|endoftext|> of the river\n"
+
+
+def test_how_many_lines_are_tokenized_at_a_time_changes_nothing(folder, tokenizer, monkeypatch):
+    source = open_text(folder, "train")
+    backend = tokenizer.backend_tokenizer
+    whole = tokens._tokenize(source, backend, 0)
+    monkeypatch.setattr(tokens, "LINES_PER_CALL", 7)
+    in_parts = tokens._tokenize(source, backend, 0)
+    assert in_parts.tokens.tolist() == whole.tokens.tolist()
+    assert (in_parts.words, in_parts.bytes) == (whole.words, whole.bytes)
+
+
+def test_a_table_of_the_hub_without_a_column_of_text_is_refused(monkeypatch):
+    table = Dataset.from_dict({"line": ["the river"]})
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: table)
+    refused("someone/lines: no column text", list, open_text("someone/lines", "train").rows())
+
+
 def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     """65,536 tokens fit into 16 bits; one more does not."""
     source = open_text(folder, "validation")
@@ -165,6 +201,13 @@ def test_an_empty_text_is_refused(split, folder, tmp_path):
 def test_one_token_is_too_short_to_train_on(folder, tmp_path):
     said = r"train.txt: a text of 2 tokens, shorter than a window of 64"
     refused(said, load, folder, tmp_path, train=b"a")
+
+
+def test_a_text_of_one_window_is_enough_to_train_on(folder, tmp_path):
+    data = load(folder, tmp_path, train=b"a" + b"\n" * 62)
+    assert len(data.samples.text.tokens) == 64, "the end token, and one for each byte"
+    assert len(data.samples) == 1
+    assert data.n == data.samples.text.words == 63
 
 
 def test_one_token_is_enough_to_score(folder, tmp_path):
