@@ -465,7 +465,7 @@ def test_how_many_are_worked_on_at_a_time_changes_nothing(constant, small, monke
     examples = [Example(str(i), "", f"where {i}", f"{TEXT} {i}", (gold,)) for i in range(4)]
     byte_level = byte_level_tokenizer([TEXT] * 3)
     usual = [built(examples, tokenizer, 40, 10) for tokenizer in (small, byte_level)]
-    assert min(len(samples) for samples in usual) > 8
+    assert min(len(samples) for samples in usual) > 3
     monkeypatch.setattr(f"qa_lib.data.{constant}", 3)
     for samples, tokenizer in zip(usual, (small, byte_level), strict=True):
         assert same(built(examples, tokenizer, 40, 10), samples)
