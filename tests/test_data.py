@@ -6,7 +6,8 @@ from unittest.mock import Mock
 import datasets
 import pytest
 
-from qa_lib.data.examples import Example
+from qa_lib.data.examples import Example, build_examples, flat_rows
+from qa_lib.data.files import hash_files
 from qa_lib.data.origins import SYNTHETIC_LIMIT
 from qa_lib.data.squad import open_source
 from tests.material import document, hub_row, question, real_squad, refused, write
@@ -97,6 +98,35 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
         r"^'squad_v2': no such file .*no network\): give --data FOLDER, a folder",
         examples_of,
         "squad_v2",
+    )
+
+
+def test_a_hash_of_the_hub_follows_name_split_and_content(monkeypatch):
+    content = {"id": ["a"]}
+
+    def load(*_, **__):
+        return datasets.Dataset.from_dict(content)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+
+    def digest(name="squad_v2", split="train"):
+        return open_source(name, split).sha256
+
+    first = digest()
+    assert digest() == first
+    assert digest(name="someone/squad") != first
+    assert digest(split="validation") != first
+    content["id"] = ["b"]
+    assert digest() != first
+
+
+@pytest.mark.parametrize("texts", [["The"], ["The", "north", "Rhine"]])
+def test_columns_of_answers_that_are_not_as_long_are_refused(texts):
+    answers = {"text": texts, "answer_start": [0, 16]}
+    row = {"id": "a", "question": "b", "context": CONTEXT, "answers": answers}
+    rows = flat_rows(datasets.Dataset.from_list([row]), "saved")
+    refused(
+        "1 questions have no gold answers .*'a': no (text|whole)", build_examples, rows, "", True
     )
 
 
@@ -323,6 +353,12 @@ def test_all_that_training_cannot_take_is_counted_and_listed_by_kind(tmp_path):
     assert "question 'q'" not in said
 
 
+def test_a_misplaced_answer_that_is_in_the_paragraph_twice_is_placed_by_nobody(tmp_path):
+    entries = [question("twice", "x", ("flows", 3)), question("nowhere", "x", ("west", 3))]
+    file = write(tmp_path / "data.json", document((CONTEXT, entries)))
+    assert "alone" not in refused("'flows' at 3; .*'west' at 3$", examples_of, file)
+
+
 def test_unlabelled_files_are_refused_by_training_with_how_many_they_are(tmp_path):
     entries = [{"id": f"q{i}", "question": "x"} for i in range(30)]
     file = write(tmp_path / "data.json", document((CONTEXT, entries)))
@@ -401,6 +437,48 @@ def test_many_misplaced_answers_stay_one_readable_line(tmp_path):
     entries = [question(f"q{i}", "x", ("north", 1)) for i in range(500)]
     file = write(tmp_path / "data.json", document((CONTEXT, entries)))
     assert len(refused(r"500 answers .*; and 480 more$", examples_of, file)) < 3_000
+
+
+def test_questions_about_one_paragraph_share_its_text(tmp_path):
+    flat()["train"].save_to_disk(tmp_path / "saved")
+    first, second, other = examples_of(tmp_path / "saved")
+    assert first.context is second.context
+    assert first.context != other.context
+
+
+def test_of_two_names_of_a_file_the_short_one_is_read(tmp_path):
+    write(tmp_path / "train-v2.0.json", document())
+    write(tmp_path / "train.json", GOOD)
+    assert examples_of(tmp_path) == EXPECTED
+
+
+def test_a_hash_of_files_follows_their_names_and_order(tmp_path):
+    paths = [tmp_path / name for name in ("a", "b", "c")]
+    for path in paths:
+        path.write_text(path.name.replace("c", "b"))
+    first, second, copy_of_second = paths
+    assert hash_files([first, second]) != hash_files([second, first])
+    assert hash_files([first, second]) != hash_files([first, copy_of_second])
+
+
+# Digests of 300 questions, by split.
+GENERATED = {
+    "train": "b629ac5b92d43878",
+    "validation": "029eb1c35f50d4f3",
+}
+
+
+@pytest.mark.parametrize("split", GENERATED)
+def test_generated_questions_are_what_they_were(split):
+    """Records are compared by the data's digest."""
+    assert open_source("synthetic:300", split).sha256[:16] == GENERATED[split]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_an_odd_number_of_questions_is_generated_too(count):
+    examples = examples_of(f"synthetic:{count}")
+    assert len(examples) == len({example.id for example in examples}) == count
+    assert len({example.context for example in examples}) == -(-count // 2)
 
 
 def test_real_files_hold_what_their_readme_says():

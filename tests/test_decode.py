@@ -114,7 +114,9 @@ def test_a_model_that_answers_too_rarely_has_a_better_threshold_above_zero(monke
     monkeypatch.setattr(
         "qa_lib.score.evaluate.predict_logits", lambda *_, **__: in_order(samples, (start, end))
     )
-    found = evaluate_answers(torch.nn.Identity(), questions, spec, torch.device("cpu"), tmp_path)
+    model = torch.nn.Identity()
+    found = evaluate_answers(model, questions, spec, torch.device("cpu"), tmp_path)
+    assert not model.training, "no dropout"
     assert found["f1"] == found["always_null_f1"] < found["best_f1"]
     assert found["best_f1_threshold"] > 0
 
@@ -220,6 +222,18 @@ def test_an_n_best_list_has_probabilities_that_sum_to_one(answers):
     for entries in answers.nbest.values():
         assert list(entries[0]) == ["text", "probability", "start_logit", "end_logit"]
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
+
+
+def test_an_entry_has_its_score_and_its_place_in_the_paragraph(answers):
+    for number, asked in enumerate(EXAMPLES):
+        for entry in answers.entries(number):
+            logits_of_entry = entry["start_logit"] + entry["end_logit"]
+            assert entry["score"] == pytest.approx(logits_of_entry, abs=1e-5)
+            begin, end = entry["begin"], entry["end"]
+            if begin is None:
+                assert (entry["text"], end) == ("", None)
+            else:
+                assert entry["text"] == asked.context[begin:end]
 
 
 def test_files_that_are_written_again_are_the_same(answers, tmp_path):

@@ -4,6 +4,7 @@ Text becomes tokens and windows, family L trains on a CPU, and perplexity is hel
 """
 
 import gzip
+import json
 import math
 import random
 import re
@@ -116,6 +117,42 @@ def test_a_vocabulary_is_the_same_each_time_it_is_learnt(folder, tokenizer):
     assert first == second
 
 
+def test_what_is_kept_of_a_text_is_of_its_tokenizer(folder, tokenizer):
+    """Another vocabulary is learnt anew, and another end token begins the text."""
+    source = open_text(folder, "validation")
+    first = tokenize_text(source, tokenizer)
+    smaller = learn_tokenizer(open_text(folder, "train"), 270)
+    assert len(smaller) == 270 < len(tokenizer)
+    assert len(tokenize_text(source, smaller).tokens) > len(first.tokens)
+    other_end = learn_tokenizer(open_text(folder, "train"), 400)
+    other_end.eos_token = other_end.convert_ids_to_tokens(7)
+    assert tokenize_text(source, other_end).tokens[0] == 7
+    assert tokenize_text(source, tokenizer).tokens[0] == 0
+
+
+def test_a_text_that_speaks_of_an_end_token_has_none_there(folder, tokenizer, tmp_path):
+    (tmp_path / "train.txt").write_text("the <|endoftext|> of the river\n")
+    text = tokenize_text(open_text(tmp_path, "train"), tokenizer)
+    assert (text.tokens == tokenizer.eos_token_id).sum() == 1, "at the start"
+    assert tokenizer.decode(text.tokens[1:]) == "the <|endoftext|> of the river\n"
+
+
+def test_how_many_lines_are_tokenized_at_a_time_changes_nothing(folder, tokenizer, monkeypatch):
+    source = open_text(folder, "train")
+    backend = tokenizer.backend_tokenizer
+    whole = tokens._tokenize(source, backend, 0)
+    monkeypatch.setattr(tokens, "LINES_PER_CALL", 7)
+    in_parts = tokens._tokenize(source, backend, 0)
+    assert in_parts.tokens.tolist() == whole.tokens.tolist()
+    assert (in_parts.words, in_parts.bytes) == (whole.words, whole.bytes)
+
+
+def test_a_table_of_the_hub_without_a_column_of_text_is_refused(monkeypatch):
+    table = Dataset.from_dict({"line": ["the river"]})
+    monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: table)
+    refused("someone/lines: no column text", list, open_text("someone/lines", "train").rows())
+
+
 def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
     """65,536 tokens fit into 16 bits; one more does not."""
     source = open_text(folder, "validation")
@@ -165,6 +202,13 @@ def test_an_empty_text_is_refused(split, folder, tmp_path):
 def test_one_token_is_too_short_to_train_on(folder, tmp_path):
     said = r"train.txt: a text of 2 tokens, shorter than a window of 64"
     refused(said, load, folder, tmp_path, train=b"a")
+
+
+def test_a_text_of_one_window_is_enough_to_train_on(folder, tmp_path):
+    data = load(folder, tmp_path, train=b"a" + b"\n" * 62)
+    assert len(data.samples.text.tokens) == 64, "the end token, and one for each byte"
+    assert len(data.samples) == 1
+    assert data.n == data.samples.text.words == 63
 
 
 def test_one_token_is_enough_to_score(folder, tmp_path):
@@ -585,6 +629,68 @@ def test_a_model_of_few_positions_goes_on_with_what_it_has_room_for(positions, t
         (said,) = evaluate.continuations(model, tokenizer, [("the river runs " * 30, "to the sea")])
     assert said["text"] == "to the sea"
     assert isinstance(said["continuation"], str)
+
+
+class Writer:
+    """A model of so many positions that writes two tokens, and how it was asked to."""
+
+    device = "cpu"
+
+    def __init__(self, positions):
+        self.config = model_config(f"gpt2:L2H64V400P{positions}", "lm")
+        self.asked = []
+
+    def generate(self, ids, max_new_tokens, **_):
+        self.asked.append((ids[0].tolist(), max_new_tokens))
+        return torch.cat([ids, torch.tensor([[5, 0]])], dim=1)
+
+
+@pytest.mark.parametrize(("positions", "written", "read"), [(80, 24, 7), (10, 5, 5)])
+def test_a_model_writes_after_the_end_token_and_the_prompt(positions, written, read, tokenizer):
+    """What it has written is kept without the prompt and without the end token."""
+    model = Writer(positions)
+    (said,) = evaluate.continuations(model, tokenizer, [("abcdef", "g")])
+    prompt = [tokenizer.eos_token_id, *tokenizer("abcdef")["input_ids"]]
+    assert len(prompt) == 7, "a token for each letter"
+    assert model.asked == [(prompt[:read], written)]
+    assert said == {"prompt": "abcdef", "continuation": tokenizer.decode([5]), "text": "g"}
+
+
+def test_prompts_are_the_beginnings_of_the_first_five_lines_of_24_words():
+    lines = [" ".join(f"{line}-{word}" for word in range(23 + line % 2)) for line in range(20)]
+    found = evaluate.prompts(f" {line}\n" for line in lines)
+    assert [prompt.split()[0] for prompt, _ in found] == ["1-0", "3-0", "5-0", "7-0", "9-0"]
+    prompt, text = found[0]
+    assert prompt.split() == lines[1].split()[:12]
+    assert text.split() == lines[1].split()[12:24]
+
+
+def test_a_texts_quality_is_of_a_model_without_dropout(folder, tmp_path, monkeypatch):
+    spec = short(data=folder)
+    data = load_text(spec)
+    text = data.validation_samples
+    model = build_model(spec).train()
+    asked = []
+
+    def total_nats(model, token_ids, length, shared):
+        asked.append((model.training, len(token_ids), length, shared))
+        return 100.0
+
+    monkeypatch.setattr(evaluate, "total_nats", total_nats)
+    monkeypatch.setattr(evaluate, "continuations", lambda *_: ["written"])
+    found = evaluate.evaluate_text(model, data, spec, torch.device("cpu"), tmp_path)
+    assert asked == [(False, len(text.tokens), spec.preset.max_length, spec.preset.stride)]
+    assert found == {
+        "word_perplexity": pytest.approx(math.exp(100 / text.words)),
+        "token_perplexity": pytest.approx(math.exp(100 / (len(text.tokens) - 1))),
+        "bits_per_byte": pytest.approx(100 / math.log(2) / text.bytes),
+        "nats": 100.0,
+        "n": len(text.tokens) - 1,
+        "words": text.words,
+        "bytes": text.bytes,
+    }
+    written = (tmp_path / "answers" / "continuations.json").read_text()
+    assert json.loads(written) == ["written"]
 
 
 STRIDES = [

@@ -1,6 +1,7 @@
 """The predicted memory against peaks that were measured; the largest micro-batch under a cap."""
 
 import dataclasses
+import functools
 from unittest.mock import Mock
 
 import pytest
@@ -10,6 +11,7 @@ from transformers import BertConfig
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab.search import max_batch, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
+    MemoryNeeds,
     estimate,
     gpu_of,
     predicted,
@@ -20,9 +22,10 @@ from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.records import record
-from qa_lib.spec.machine import Machine
+from qa_lib.spec.machine import CONTEXT_GIB, Machine
 from tests.conftest import slow
 from tests.material import committed, refused
+from tests.pairs import unchecked
 from tests.tiny import planned
 
 TURING = 75  # compute capability x 10
@@ -123,6 +126,14 @@ def test_lengths_of_shorter_windows_are_cut_from_those_that_are_known(max_length
     assert len(cut) > 2 * len(SquadLengths(384, 128))
 
 
+def test_cut_samples_have_all_tokens_once_and_those_that_windows_share_again():
+    whole = SquadLengths(384, 128).lengths
+    cut = SquadLengths(100, 30).lengths
+    further_windows = len(cut) - len(whole)
+    # Each further window has the question's 15 tokens and 30 of the one before it once more.
+    assert cut.sum() == whole.sum() + (15 + 30) * further_windows
+
+
 def test_windows_without_room_for_new_tokens_are_refused():
     message = "22 tokens are too few for a question and the 7"
     refused(message, SquadLengths, max_length=22, stride=7)
@@ -190,6 +201,57 @@ def test_trials_are_in_a_group_of_their_limits(searched):
         assert spec.group == "h200-max-batch-14.9gib-sm75"
 
 
+def first_trial(capability, sm):
+    """The smallest trial of A3 under a cap of 8 GiB, on a GPU of compute capability `sm` / 10."""
+    machine = Machine(hardware="gpu", gpus=1, sm=sm, compiler=True)
+    return max_batch.first_trial("A3", "synthetic:80", "tiny", 8.0, capability, machine)
+
+
+@pytest.mark.parametrize(("capability", "sm", "taken"), [(75, 90, 75), (90, 75, 75), (80, 80, 80)])
+def test_a_trial_takes_the_older_kernels_and_says_so_where_attention_has_others(
+    capability, sm, taken
+):
+    trial = first_trial(capability, sm)
+    assert (trial.sm, trial.preset.name) == (taken, f"max-batch-8gib-sm{taken}")
+    assert trial.preset.limit_gib == 8.0
+    assert trial.settings.micro_batch == max_batch.STEP
+    said = "attention kernels: those of compute capability 7.5"
+    assert (said in trial.adjusted) == (capability == TURING)
+
+
+def searched_with(status):
+    """What a search says of trials that all end so, and the launcher that it had."""
+    trial = first_trial(TURING, HOPPER)
+    if status == "skipped":
+        trial = dataclasses.replace(trial, skip="needs what is not there")
+    entry = record.new_record(trial, {}) | {"status": status}
+    launcher = Mock()
+    launcher.run_all.return_value = [entry]
+    return max_batch.search(trial, launcher), launcher.run_all
+
+
+def test_a_variant_of_which_nothing_fits_is_said_so():
+    said, run_all = searched_with("oom")
+    assert said == "does not fit into 8 GiB"
+    assert run_all.call_count > 1
+
+
+def test_a_trial_that_fails_ends_the_search():
+    refused("A3-.*: error", searched_with, "error")
+
+
+def test_a_variant_that_is_skipped_leaves_a_record_and_nothing_is_tried():
+    said, run_all = searched_with("skipped")
+    assert said == "skipped, needs what is not there"
+    run_all.assert_called_once()
+
+
+def test_a_search_needs_a_gpu(monkeypatch, typed, tmp_path):
+    monkeypatch.setattr(max_batch, "probe", lambda: (Machine(), {}))
+    words = "max-batch A1 --limit-gib 9 --data synthetic:80 --model tiny --runs"
+    assert "needs a GPU, and there is none here" in typed(words, tmp_path, code=2)
+
+
 @pytest.mark.parametrize(
     ("sm", "enabled"), [(80, [True, True, True]), (TURING, [False, False, True])]
 )
@@ -250,6 +312,173 @@ def test_a_layer_keeps_what_autograd_keeps(length):
     expected = (StepMemory(lm_spec("L1"), 1).layer_bytes() + more_of_masks) * tokens * hidden
     expected += (4 + 4 + 1 + 3) * tokens * heads * length
     assert of_a_layer == pytest.approx(expected, rel=0.01)
+
+
+# A GPT-2 of 2 layers, 64 wide, of 512 words and 128 positions, in numbers of elements.
+EMBEDDINGS = (512 + 128) * 64
+MATRICES = 2 * (3 * 64 + 64 + 2 * 256) * 64
+BIASES_AND_NORMS = 2 * (3 * 64 + 64 + 256 + 64 + 4 * 64) + 2 * 64
+ALL = EMBEDDINGS + MATRICES + BIASES_AND_NORMS
+TOKENS = 256
+UNIT = TOKENS * 64
+
+
+@functools.cache
+def small_spec():
+    return planned(
+        "L1",
+        "lm-sizing",
+        data="synthetic:1",
+        model="gpt2:L2H64V512P128",
+        max_length=128,
+        machine=gpu_of(HOPPER),
+    )
+
+
+def step_of(**settings):
+    """The memory of a step of 256 tokens of that model, whether the settings go together or not."""
+    return StepMemory(dataclasses.replace(small_spec(), settings=unchecked(**settings)), TOKENS)
+
+
+FP32 = {"precision": "fp32"}
+AUTOCAST = {"precision": "bf16"}
+PURE = {"precision": "pure-bf16"}
+COMPILED = {"precision": "bf16", "compile": "inductor"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "weights", "gradients", "casts"),
+    [
+        (FP32, 4 * ALL, 4 * ALL, 0),
+        # A copy of the layers in half precision, and one of the head, which is the words'.
+        (AUTOCAST, 4 * ALL, 4 * ALL, 2 * (MATRICES + BIASES_AND_NORMS - 128 + 512 * 64)),
+        (PURE, 2 * ALL, 2 * ALL, 0),
+    ],
+)
+def test_weights_gradients_and_copies_have_the_bytes_of_their_precision(
+    settings, weights, gradients, casts
+):
+    step = step_of(**settings)
+    assert (step.weights(), step.gradients(), step.casts()) == (weights, gradients, casts)
+
+
+def test_layers_that_are_recomputed_have_their_copies_one_at_a_time():
+    whole = step_of(**AUTOCAST).casts()
+    one_at_a_time = step_of(**AUTOCAST, activation_checkpointing=True).casts()
+    assert whole - one_at_a_time == 2 * (MATRICES + BIASES_AND_NORMS - 128) // 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "state"),
+    [
+        (FP32 | {"optimizer": "adamw"}, 8 * ALL),
+        (PURE | {"optimizer": "adamw"}, 4 * ALL),
+        (PURE | {"optimizer": "adamw-master"}, 10 * ALL),
+        (PURE | {"optimizer": "adamw-master-bf16"}, 6 * ALL),
+        (PURE | {"optimizer": "adamw-master-8bit"}, 4 * ALL),
+        (FP32 | {"optimizer": "adamw-8bit"}, 2 * MATRICES + 8 * (EMBEDDINGS + BIASES_AND_NORMS)),
+    ],
+)
+def test_an_optimizers_state_has_the_bytes_of_its_moments_and_masters(settings, state):
+    assert step_of(**settings).optimizer() == state
+
+
+def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_at_a_time():
+    step = step_of(**AUTOCAST)
+    plain = (step.weights(), step.temporary(), step.casts())
+    layers = step.model.transformer.h
+    step.in_nf4 = {weight for weight in layers.parameters() if weight.ndim == 2}
+    assert plain[0] - step.weights() == (4 - 0.5 - 4 / 64) * MATRICES
+    assert step.temporary() - plain[1] == 2 * 256 * 64
+    assert plain[2] - step.casts() == 2 * MATRICES
+
+
+@pytest.mark.parametrize(
+    ("settings", "scores"),
+    [(AUTOCAST, TOKENS * 128), (AUTOCAST | {"attention": "sdpa"}, 0)],
+)
+def test_scores_are_written_by_eager_attention_alone(settings, scores):
+    assert step_of(**settings).scores() == scores
+
+
+@pytest.mark.parametrize(
+    ("settings", "logits_and_inputs"),
+    [
+        (FP32, 12 * TOKENS * 512 + 8 * UNIT),
+        (COMPILED, 2 * TOKENS * 512 + 6 * UNIT),
+        (COMPILED | {"engine": "trainer"}, 3 * 2 * TOKENS * 512 + 6 * UNIT),
+        (COMPILED | {"loss": "chunked"}, 2 * TOKENS * 512 + 8 * 512 * 64 + 8 * UNIT),
+        (COMPILED | {"loss": "chunked-fp8"}, 3 * TOKENS * 512 + 8 * 512 * 64 + 8 * UNIT),
+    ],
+)
+def test_the_loss_has_the_bytes_of_its_logits_and_their_gradients(settings, logits_and_inputs):
+    assert step_of(**settings).loss() == logits_and_inputs
+
+
+@pytest.mark.parametrize(
+    ("settings", "bytes_per_unit"),
+    [
+        # Two inputs of norms, two masks, eight outputs of GEMMs, GELU in fp32, six inputs.
+        (FP32, 2 * 4 + 2 + 8 * 4 + 48 + 6 * 4),
+        (COMPILED, 2 * 4 + 2 + 8 * 2 + 6 * 2),
+        (COMPILED | {"activation_checkpointing": "elementwise"}, 2 * 4 + 2 + 8 * 2),
+        (COMPILED | {"feed_forward": "fp8"}, 2 * 4 + 2 + 8 * 2 + 2 * 2),
+    ],
+)
+def test_a_layer_keeps_the_bytes_of_what_its_backward_pass_reads(settings, bytes_per_unit):
+    assert step_of(**settings).layer_bytes() == bytes_per_unit
+
+
+def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
+    kept, of_a_layer = step_of(**AUTOCAST).activations()
+    scores = (4 + 2 + 1) * TOKENS * 128
+    assert of_a_layer == (2 * 4 + 2 + 8 * 2 + 48 + 6 * 2) * UNIT + scores
+    assert kept == 2 * of_a_layer + UNIT
+    recomputed = step_of(**AUTOCAST, activation_checkpointing=True).activations()
+    assert recomputed == (2 * 4 * UNIT + of_a_layer + UNIT, of_a_layer)
+
+
+def test_gradients_of_earlier_micro_batches_are_there_in_the_next_ones_passes():
+    step = step_of(**COMPILED)
+    alone = step.phases()
+    assert step.spec.accumulation == 1
+    twice = 2 * step.spec.settings.micro_batch
+    preset = dataclasses.replace(step.spec.preset, effective_batch=twice, batch_tokens=None)
+    step.spec = dataclasses.replace(step.spec, preset=preset)
+    assert step.spec.accumulation == 2
+    more = {phase: bytes_ - alone[phase] for phase, bytes_ in step.phases().items()}
+    gradients = step.gradients()
+    assert more == {
+        "forward and backward": gradients,
+        "end of backward": gradients,
+        "optimizer": 0,
+    }
+
+
+def test_the_parts_of_an_estimate_add_up_to_its_peak():
+    found = estimate(planned("A1", "bench", model="tiny", machine=gpu_of(HOPPER)))
+    assert found["phase"] == "forward and backward"
+    names = ("params", "grads", "optimizer", "activations", "workspace")
+    assert sum(found[f"{name}_mib"] for name in names) == pytest.approx(found["peak_mib"])
+    assert found["grads_mib"] == found["params_mib"]
+    assert found["reserved_mib"] == pytest.approx(1.05 * found["peak_mib"])
+
+
+def test_needs_of_a_card_are_in_gib_with_the_context_of_a_process():
+    spec = planned("A1", "bench", model="tiny", machine=gpu_of(HOPPER))
+    reserved = estimate(spec)["reserved_mib"] / 1024
+    assert MemoryNeeds().gib(spec) == pytest.approx(reserved + CONTEXT_GIB)
+    unknown = planned("A1-int8", "bench", model="tiny", machine=gpu_of(HOPPER))
+    assert MemoryNeeds().gib(unknown) == 0.0
+
+
+@pytest.mark.parametrize(("factor", "is_same"), [(1.0, True), (1.015, True), (1.03, False)])
+def test_a_record_is_of_the_same_state_within_two_hundredths(factor, is_same):
+    estimated = {"params_mib": 100.0, "optimizer_mib": 200.0}
+    measured = {"memory": {"params_mib": 100 * factor, "optimizer_mib": 200 * factor}}
+    assert memory_estimate._has_same_state(estimated, measured) == is_same
+    measured["memory"]["optimizer_mib"] = None
+    assert memory_estimate._has_same_state(estimated, measured)
 
 
 def largest_fault(peaks, runs):

@@ -20,7 +20,7 @@ from qa_lib.run.fit import fit, train
 from qa_lib.train.compile import LossOf
 from tests.kernels import DEVICE, relative, replayed, with_gradients
 from tests.material import refused
-from tests.tiny import CPU, H200, planned, quiet, resized, samples_of, without_dropout
+from tests.tiny import CPU, H200, OfLengths, planned, quiet, resized, samples_of, without_dropout
 
 T4 = dataclasses.replace(H200, hardware="t4", sm=75)
 # Each kernel here with its floating-point type and the relative error that the type allows.
@@ -161,6 +161,31 @@ def test_segments_fill_the_budget_where_one_sequence_is_much_shorter_than_anothe
     batches = PackedBatches(samples, spec_of(settings={"micro_batch": 1}))
     totals = [batches.arrays(np.array([index]))["cu_seqlens"][-1] for index in range(len(samples))]
     assert set(totals) == {batches.budget}
+
+
+def test_the_budget_holds_the_samples_of_an_epoch_that_is_not_finished():
+    """A sample that the first epoch leaves out is the longest, and comes in the second."""
+    spec = spec_of(steps=3, effective_batch=16)
+    samples = OfLengths(np.full(33, 10))
+    (left_out,) = {*range(33)} - {*PackedBatches(samples, spec)._drawn(0).ravel()}
+    samples.lengths[left_out] = 90
+    batches = PackedBatches(samples, spec)
+    totals = [samples.lengths[indices].sum() for indices in micro_batches(batches, 3)]
+    assert batches.per_epoch < 6, "micro-batches of the run"
+    assert batches.budget == 192, "of 160 tokens"
+    assert max(totals) <= 192
+
+
+def test_samples_fill_the_budget_to_the_last_token_and_one_more_is_refused(samples):
+    batches = PackedBatches(samples, spec_of())
+    fitting = np.full(8, batches.budget // 8)
+    fitting[0] += batches.budget % 8
+    begins, ends = batches._segments(fitting)
+    assert begins.tolist() == [0, *fitting.cumsum()[:-1]]
+    assert ends[8] == ends[-1] == batches.budget
+    fitting[-1] += 1
+    message = f"samples of {batches.budget + 1} tokens do not fit into a packed sequence"
+    refused(message, batches._segments, fitting)
 
 
 def test_places_have_few_lengths_and_make_up_the_budget(samples):

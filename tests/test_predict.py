@@ -26,6 +26,7 @@ from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
 from qa_lib.model.load import check_tokenizer
 from qa_lib.run.identity import identify_model
+from qa_lib.score import predict
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths
@@ -227,6 +228,52 @@ def test_a_question_is_answered(folder, asked):
     assert 0 < found["probability"] <= 1
     assert (found["null_odds"] > 0) == (found["answer"] == "")
     assert asked(folder, "", "")["answer"] == ""
+
+
+def seconds(monkeypatch, *times):
+    """Let the clock of predict.py say these times, one after the other."""
+    clock = SimpleNamespace(perf_counter=iter(times).__next__)
+    monkeypatch.setattr(predict, "time", clock)
+
+
+def test_an_answer_comes_with_its_milliseconds_windows_and_margin(model, tokenizer, monkeypatch):
+    seconds(monkeypatch, 100.0, 100.001, 100.011, 100.111)
+    found = predict.answer(predict.Model(model, tokenizer, 40, 10), "where", TEXT)
+    assert found["ms"] == pytest.approx({"tokenize": 1, "model": 10, "decode": 100})
+    samples = built([Example("0", "", "where", TEXT)], tokenizer, 40, 10)
+    assert (found["windows"], found["window_tokens"]) == (len(samples), 40)
+    scores = {entry["begin"] is None: entry["score"] for entry in reversed(found["nbest"])}
+    assert found["margin"] == pytest.approx(scores[True] - scores[False], abs=1e-4)
+
+
+def test_a_paragraph_of_nothing_has_no_margin(model, tokenizer):
+    found = predict.answer(predict.Model(model, tokenizer, 40, 10), "where", "")
+    assert found["margin"] is None
+    assert [entry["text"] for entry in found["nbest"]] == [""]
+
+
+def test_a_small_model_answers_with_one_thread(tmp_path, monkeypatch):
+    used = []
+    monkeypatch.setattr(predict.torch, "set_num_threads", used.append)
+    monkeypatch.setattr(predict, "answer", lambda *_: {})
+    for parameters in (predict.SMALL_MODEL - 1, predict.SMALL_MODEL):
+        model = SimpleNamespace(num_parameters=lambda n=parameters: n)
+        monkeypatch.setattr(predict, "find_folder", lambda folder: tmp_path)
+        monkeypatch.setattr(
+            predict, "_loaded", lambda *_, model=model: SimpleNamespace(model=model)
+        )
+        predict.ask(tmp_path, "where", "there")
+    assert used == [1, predict.THREADS]
+
+
+@pytest.mark.parametrize(
+    ("config", "has_gpu", "device"),
+    [({}, True, "cuda"), ({}, False, "cpu"), ({"quantized": "int8"}, True, "cpu")],
+)
+def test_a_model_answers_on_a_gpu_unless_it_is_quantized(config, has_gpu, device, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
+    model = SimpleNamespace(config=SimpleNamespace(**config))
+    assert predict.answering_device(model) == device
 
 
 @pytest.fixture

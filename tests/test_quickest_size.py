@@ -9,6 +9,7 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.search.plan import plan
+from qa_lib.lab.search.sizes import CardMemory, quickest_first
 from qa_lib.lab.sweep import notebook_parameters
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
@@ -214,6 +215,71 @@ def test_a_run_at_the_usual_size_is_nothing_to_speak_of_on_a_cpu(planned, tmp_pa
 def test_the_variants_beside_a_run_that_is_there_take_its_size(planned, tmp_path):
     leave(tmp_path, planned(["A1"], H100, micro_batch=16)[0])
     assert sizes(planned(["A1", "A4"], H100, seeds=[0, 1])) == [16] * 4
+
+
+def test_of_several_runs_one_that_ended_ok_keeps_its_size_and_else_the_last(planned, tmp_path):
+    def leave_at(size, status, day):
+        (spec,) = planned(["A1"], CPU, micro_batch=size)
+        leave(tmp_path, spec, status, time={"started": f"2026-01-0{day}T00:00:00+00:00"})
+
+    leave_at(4, "killed", day=2)
+    leave_at(16, "error", day=1)
+    assert sizes(planned(["A1"], CPU)) == [4]
+    leave_at(2, "ok", day=1)
+    assert sizes(planned(["A1"], CPU)) == [2]
+    leave_at(1, "killed", day=3)
+    assert sizes(planned(["A1"], CPU)) == [2]
+
+
+def test_the_size_that_most_runs_have_already_is_taken(planned, tmp_path):
+    for variant, size in {"A1": 4, "A2": 8, "A3": 8}.items():
+        leave(tmp_path, planned([variant], H100, micro_batch=size)[0])
+    (new,) = (spec for spec in planned(["A1", "A2", "A3", "A4"], H100) if spec.variant == "A4")
+    assert new.asked.micro_batch == 8
+
+
+def test_a_card_whose_whole_memory_is_not_known_has_at_least_what_is_free(tmp_path):
+    known = CardMemory(dataclasses.replace(T4, total_mib=4096, free_mib=1024), tmp_path)
+    unknown = CardMemory(dataclasses.replace(T4, total_mib=0, free_mib=1024), tmp_path)
+    assert (known.gib, unknown.gib) == (4.0, 1.0)
+
+
+def test_a_tenth_of_a_card_is_left_for_errors_of_the_estimate(tmp_path):
+    memory = CardMemory(dataclasses.replace(T4, total_mib=10 * 1024), tmp_path)
+    assert memory.holds(9.0)
+    assert not memory.holds(9.01)
+
+
+def speeds(by_size):
+    """Records of runs at these micro-batches, each with its samples/s."""
+    return [
+        {"spec": {"settings": {"micro_batch": size}}, "speed": {"samples_per_s": speed}}
+        for size, speed in by_size.items()
+    ]
+
+
+@pytest.mark.parametrize(
+    ("by_variant", "order"),
+    [
+        ([{8: 10.0}], [32, 16, 8, 4]),
+        ([{16: 10.0}, {8: None}], [32, 16, 8, 4]),
+        ([{8: 10.0, 32: 8.0}], [8, 16, 32, 4]),
+        # The slow variant decides, whose times are the longer ones.
+        ([{8: 100.0, 32: 200.0}, {8: 2.0, 32: 1.0}], [8, 16, 32, 4]),
+        ([{8: 2.0, 32: 1.0}, {8: 100.0, 32: 200.0}], [8, 16, 32, 4]),
+    ],
+)
+def test_sizes_are_in_the_order_of_the_seconds_that_all_variants_take(by_variant, order):
+    assert quickest_first([32, 16, 8, 4], [speeds(by_size) for by_size in by_variant]) == order
+
+
+def test_sizes_that_do_not_go_together_are_told_where_a_list_is_given(planned):
+    told = ["before"]
+    specs = planned(["A1"], CPU, batch=[8, 12], micro_batch=[8, 6], left_out=told)
+    assert [(spec.preset.batch, spec.asked.micro_batch) for spec in specs] == [(8, 8), (12, 6)]
+    assert told[0] == "before"
+    assert len(told) > 1
+    assert all("does not divide" in sentence for sentence in told[1:])
 
 
 def test_a_run_that_ran_out_of_memory_gives_way_to_a_smaller_size(planned, tmp_path):

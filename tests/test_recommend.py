@@ -31,6 +31,7 @@ from qa_lib.run import recording
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.recipes import find_recipe
 from qa_lib.spec.resolve import resolve
+from qa_lib.spec.settings import Settings
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.step_log import StepFailed
@@ -354,6 +355,54 @@ def test_a_failure_counts_for_the_model_that_had_it(tmp_path):
     leave_end(spec, tmp_path, "oom", "OutOfMemoryError", step=1)
     assert len(history.failed_records(large, tmp_path)) == 1
     assert history.failed_records(little, tmp_path) == []
+
+
+def test_what_a_search_tried_is_no_failure(tmp_path):
+    tried = dataclasses.replace(unchosen(H100), variant="A1", search="max-batch")
+    leave_end(tried, tmp_path, "oom", "OutOfMemoryError", step=1)
+    assert history.failed_records(unchosen(H100), tmp_path) == []
+    leave_end(dataclasses.replace(tried, search=""), tmp_path, "oom", "OutOfMemoryError", step=1)
+    assert len(history.failed_records(unchosen(H100), tmp_path)) == 1
+
+
+@pytest.mark.parametrize(
+    ("status", "size", "option", "is_passed_over"),
+    [
+        ("oom", 16, ("A1", 16), True),
+        ("oom", 16, ("A1", 32), True),
+        ("oom", 16, ("A1", 8), False),
+        ("oom", 16, ("A2", 16), False),
+        ("error", 16, ("A1", 8), True),
+    ],
+)
+def test_memory_that_ran_out_speaks_against_the_same_size_and_larger_ones(
+    status, size, option, is_passed_over
+):
+    failure = {
+        "spec": {"variant": "A1", "settings": {"micro_batch": size}},
+        "status": status,
+        "error": {"message": None, "kind": "SomeError"},
+        "group": "h100-full",
+        "run_id": "A1-s0-1",
+    }
+    variant, micro_batch = option
+    spec = dataclasses.replace(
+        unchosen(H100), variant=variant, settings=Settings(micro_batch=micro_batch)
+    )
+    why = f"failed here at micro-batch {size} (SomeError; h100-full/A1-s0-1)"
+    assert history.failure_of(spec, [failure]) == (why if is_passed_over else None)
+
+
+def test_a_run_is_trained_where_its_own_record_says_that_it_ended_ok(tmp_path):
+    (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU, runs=tmp_path)
+    assert not history.is_trained(spec, tmp_path)
+    leave_end(spec, tmp_path, "killed", "killed")
+    assert not history.is_trained(spec, tmp_path)
+    folder = leave(tmp_path, spec)
+    assert history.is_trained(spec, tmp_path)
+    other = dataclasses.replace(spec, seed=1)
+    folder.rename(tmp_path / other.run_path)
+    assert not history.is_trained(other, tmp_path)
 
 
 # Which ends are the machine's, so that another choice may do better.

@@ -25,6 +25,7 @@ from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
 from tests.tiny import (
+    OfLengths,
     losses_of,
     planned,
     quiet,
@@ -177,6 +178,67 @@ def test_micro_batches_of_like_samples_have_less_padding(samples):
     lengths, _ = padded("A4-nb", samples)
     by_length, _ = padded("A4", samples)
     assert by_length.sum() < 0.8 * lengths.sum()
+
+
+@pytest.mark.parametrize(("longest", "padded_to"), [(31, 32), (32, 32), (33, 64), (70, 80)])
+def test_a_length_that_is_a_multiple_of_32_gets_no_padding_and_none_exceeds_the_limit(
+    longest, padded_to
+):
+    lengths = np.array([5, longest] * 8)
+    batches = Batches(OfLengths(lengths), spec_of("A4-nb", micro_batch=8, max_length=80))
+    assert batches.padded_length(np.array([0, 1])) == padded_to
+
+
+# The samples of each step.
+
+
+SIZED = ["A3", "A4", "E-packed"]  # in any order, sorted by length, and dealt by length
+
+
+def epochs_of(variant, count, seed=0):
+    """The samples of a run over 50 samples, by epoch, each of which has six micro-batches of 8."""
+    lengths = OfLengths(np.arange(20, 70))
+    spec = spec_of(variant, micro_batch=8, epochs=count, steps=None)
+    batches = batches_of(lengths, dataclasses.replace(spec, seed=seed))
+    assert batches.steps == 3 * count, "of two micro-batches"
+    micro_batches = [indices for step in range(batches.steps) for indices in batches.step(step)]
+    return np.stack(micro_batches).reshape(count, 6, 8)
+
+
+@pytest.mark.parametrize("variant", SIZED)
+def test_an_epoch_has_no_sample_twice_and_each_epoch_another_order(variant):
+    first, second, third = epochs_of(variant, 3)
+    for epoch in (first, second, third):
+        assert len(np.unique(epoch)) == 48
+    assert not np.array_equal(first, second)
+    assert not np.array_equal(second, third)
+    assert set(first.ravel()) != set(second.ravel()), "other samples are left out"
+
+
+@pytest.mark.parametrize("variant", SIZED)
+def test_another_seed_has_other_micro_batches(variant):
+    (usual,) = epochs_of(variant, 1)
+    assert np.array_equal(usual, epochs_of(variant, 1)[0])
+    (other,) = epochs_of(variant, 1, seed=1)
+    assert not np.array_equal(usual, other)
+
+
+def test_micro_batches_of_like_samples_come_in_any_order():
+    (epoch,) = epochs_of("A4", 1)
+    longest = epoch.max(axis=1)
+    assert list(longest) not in (sorted(longest), sorted(longest, reverse=True))
+
+
+@pytest.mark.parametrize("variant", SIZED)
+def test_the_tokens_of_a_step_are_those_of_its_samples_and_those_that_are_computed(
+    variant, samples
+):
+    batches = batches_of(samples, spec_of(variant, micro_batch=8))
+    micro_batches = batches.step(0)
+    lengths, computed = batches.tokens(micro_batches)
+    assert lengths.tolist() == samples.lengths[np.concatenate(micro_batches)].tolist()
+    shapes = [batches.arrays(indices)["input_ids"].size for indices in micro_batches]
+    assert computed.sum() == sum(shapes)
 
 
 # Gradients.

@@ -11,6 +11,7 @@ import torch
 
 from qa_lib.__main__ import main
 from qa_lib.data.load import load_data
+from qa_lib.errors import UserError
 from qa_lib.lab.launch import local as launch
 from qa_lib.lab.launch.driver import SHARE
 from qa_lib.lab.launch.process import child_env
@@ -135,6 +136,34 @@ def test_a_card_that_is_named_twice_is_shared(cards, used, tried, typed, monkeyp
     rates = "--learning-rate 3e-3 5e-3 6e-3"
     typed(f"tune A1 --preset smoke {rates} --seeds 0 2 --gpus {cards}")
     assert {(gpu, shared) for _, gpu, shared in tried} == used
+
+
+def test_what_is_typed_reaches_the_plan_and_the_launcher(monkeypatch, tmp_path, typed):
+    plan, launcher = Mock(wraps=tune.plan), Mock(side_effect=UserError("no launcher"))
+    monkeypatch.setattr(tune, "plan", plan)
+    monkeypatch.setattr(tune, "Launcher", launcher)
+    monkeypatch.setattr(tune, "probe", lambda: (CPU, {"gpu": None}))
+    sizes = {"micro_batch": 2, "batch": 4, "max_answer_length": 9}
+    typed(
+        "tune A1 --preset smoke --data synthetic:40 --model tiny --seeds 3 4 --time-limit 7 "
+        "--micro-batch 2 --batch 4 --max-answer-length 9 --runs",
+        tmp_path,
+        code=2,
+    )
+    asked = plan.call_args.kwargs
+    assert {name: asked[name] for name in sizes} == sizes
+    assert (asked["variants"], asked["preset"], asked["seeds"]) == (["A1"], "smoke", [3, 4])
+    assert (asked["data"], asked["model"], asked["machine"]) == ("synthetic:40", "tiny", CPU)
+    (call,) = launcher.call_args_list
+    assert call.kwargs == {
+        "runs": asked["runs"],
+        "machine": CPU,
+        "env": {"gpu": None},
+        "gpus": None,
+        "share": True,
+        "time_limit_s": 7,
+    }
+    assert str(asked["runs"]) == str(tmp_path)
 
 
 BAD_SEARCHES = [

@@ -4,6 +4,8 @@ Their labels are those that the search of the reference recipe finds.
 """
 
 import itertools
+import shutil
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -15,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 
 from qa_lib.data.examples import Example
 from qa_lib.data.squad import open_source
-from qa_lib.data.windows import Samples, build_samples
+from qa_lib.data.windows import Samples, build_samples, content_sha256
 from tests.material import (
     best_of,
     document,
@@ -414,6 +416,66 @@ def test_an_entry_for_each_thing_that_matters(cached, file):
     file.write_text(file.read_text().replace("where", "which"))
     build()
     assert len(list(store.iterdir())) == 7
+
+
+def test_a_tokenizer_that_gives_no_token_types_has_an_entry_of_its_own(cached):
+    """All else, which its backend knows, is the same."""
+    build, store = cached
+    plain = trained_tokenizer([TEXT] * 3, 300)
+    assert build(tokenizer=plain).segments
+    plain.model_input_names = ["input_ids", "attention_mask"]
+    assert not build(tokenizer=plain).segments
+    assert len(list(store.iterdir())) == 2
+
+
+def test_a_damaged_entry_is_replaced(cached, caplog):
+    build, store = cached
+    whole = build()
+    (entry,) = store.iterdir()
+    (entry / "tokens.npy").unlink()  # what is mapped stays as it was
+    (entry / "tokens.npy").write_bytes(b"junk")
+    assert same(build(), whole)
+    assert "damaged, made anew" in caplog.text
+    caplog.clear()
+    assert same(build(), whole)
+    assert not caplog.text
+
+
+def test_an_entry_under_another_key_is_damaged(cached, caplog):
+    """One that was copied, or whose folder was renamed."""
+    build, store = cached
+    build()
+    (entry,) = store.iterdir()
+    wanted = build(stride=17)
+    (other,) = {*store.iterdir()} - {entry}
+    shutil.rmtree(other)
+    entry.rename(other)
+    assert same(build(stride=17), wanted)
+    assert "damaged, made anew" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "constant", ["tokenize.TEXTS_PER_CALL", "tokenize.WORDS_PER_ROW", "labels.WINDOWS_TOGETHER"]
+)
+def test_how_many_are_worked_on_at_a_time_changes_nothing(constant, small, monkeypatch):
+    gold = ("Rotterdam", TEXT.index("Rotterdam"))
+    examples = [Example(str(i), "", f"where {i}", f"{TEXT} {i}", (gold,)) for i in range(4)]
+    byte_level = byte_level_tokenizer([TEXT] * 3)
+    usual = [built(examples, tokenizer, 40, 10) for tokenizer in (small, byte_level)]
+    assert min(len(samples) for samples in usual) > 3
+    monkeypatch.setattr(f"qa_lib.data.{constant}", 3)
+    for samples, tokenizer in zip(usual, (small, byte_level), strict=True):
+        assert same(built(examples, tokenizer, 40, 10), samples)
+
+
+def test_the_content_of_a_source_is_its_questions_and_paragraphs():
+    first = Example("q", "", "where", TEXT)
+    second = Example("r", "", "who", TEXT)
+    digest = content_sha256([first, second])
+    assert digest == content_sha256([replace(second, id="x"), replace(first, id="y")])
+    assert digest != content_sha256([first, replace(second, question="which")])
+    assert digest != content_sha256([first, replace(second, context=f"{TEXT} .")])
+    assert digest != content_sha256([first, second, second])
 
 
 def test_without_a_place_to_write_features_are_still_built(cached, caplog):

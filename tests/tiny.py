@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy as np
 import torch
 from tokenizers import (
     ByteLevelBPETokenizer,
@@ -197,3 +198,13 @@ def stop_after(batches, steps: int):
 
     batches.step = step
     return batches
+
+
+@dataclasses.dataclass
+class OfLengths:
+    """Samples of which only the lengths are known."""
+
+    lengths: np.ndarray  # int [n]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
