@@ -3,16 +3,27 @@
 And dropout by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told.
 """
 
+import copy
 import functools
 import math
 
 import pytest
 import torch
 from torch import library
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertOutput
 
 from qa_lib.kernels import common, fused_norm, gelu
+from qa_lib.model import fused_blocks
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
+from qa_lib.model.fused_blocks import (
+    FusedIntermediate,
+    FusedOutput,
+    HashDropout,
+    _Lookup,
+    renew,
+    use_hash_dropout,
+)
 from qa_lib.spec.machine import Machine
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
@@ -558,3 +569,64 @@ def test_programs_of_the_sum_of_partial_sums_have_every_column(kernels_in_pytorc
 @pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (768, 1024), (1024, 1024)])
 def test_a_block_is_the_least_power_of_2_that_has_a_row(size, power):
     assert fused_norm._power_of_2(size) == power
+
+
+# A model's own rates and least variance.
+
+
+def test_hash_dropouts_have_the_rates_of_those_that_they_replace():
+    model = build_model(planned("A2"))
+    for number, module in enumerate(m for m in model.modules() if type(m) is torch.nn.Dropout):
+        module.p = number / 100
+    before = {name: module.p for name, module in model.named_modules() if hasattr(module, "p")}
+    use_hash_dropout(model)
+    after = {name: module.p for name, module in model.named_modules() if hasattr(module, "p")}
+    assert after == before
+
+
+def test_hash_dropout_drops_nothing_out_of_training_and_at_a_rate_of_0():
+    values = torch.randn(9, 9)
+    assert torch.equal(dropout_of(7).eval()(values), values)
+    none = dropout_of(7)
+    none.p = 0.0
+    assert torch.equal(none(values), values)
+
+
+@pytest.fixture
+def output_layer():
+    """An output of BERT's layer with a large least variance and dropout, and the same fused."""
+    config = BertConfig(
+        hidden_size=8, intermediate_size=8, layer_norm_eps=0.5, hidden_dropout_prob=0.5
+    )
+    native = BertOutput(config)
+    fused = copy.deepcopy(native)
+    fused.dropout = HashDropout(0.5)
+    return native, FusedOutput(fused)
+
+
+def test_a_fused_norm_has_the_least_variance_of_the_native_one_and_drops_nothing_when_evaluated(
+    output_layer,
+):
+    native, fused = output_layer
+    hidden, residual = torch.randn(2, 3, 8)
+    expected = native.eval()(hidden, residual)
+    torch.testing.assert_close(fused.eval()(hidden, residual), expected)
+    assert not torch.allclose(fused.train()(hidden, residual), expected)
+
+
+def test_a_fused_norm_takes_as_its_residual_what_its_input_carries(output_layer, monkeypatch):
+    _, fused = output_layer
+    seen = []
+
+    def noting(x, bias, residual, **_):
+        seen.append(residual)
+        return residual + 1, residual + 2
+
+    monkeypatch.setattr(fused_blocks, "fused_norm", noting)
+    first = torch.zeros(1, 8)
+    output = fused(torch.ones(1, 8), first)
+    assert torch.equal(output, first + 1)
+    assert torch.equal(output.residual, first + 2)
+    fused(torch.ones(1, 8), output)
+    assert seen[0] is first
+    assert seen[1] is output.residual

@@ -172,6 +172,7 @@ def cdf_and_slope(x, FIRST, SECOND, THIRD, LAST, **_):
 
 
 def in_8_bits(x, dtype, FACTOR, MAX, **_):
+    assert torch.finfo(dtype).max == MAX
     return (x.float() * FACTOR).clamp(-MAX, MAX).to(dtype)
 
 

@@ -425,3 +425,32 @@ def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorc
     frozen = torch.zeros(qkv[0].numel())
     assert torch.equal(gradient_with(frozen), gradient_with(None))
     assert frozen.grad is None
+
+
+# A model's own rates.
+
+
+def test_attentions_dropout_keeps_the_models_rate():
+    model = build_model(varlen_spec())
+    rates = []
+    for layer, rate in zip(layers_of(model), (0.3, 0.0), strict=True):
+        dropout = layer.attention.self.dropout
+        dropout.p = rate
+        rates.append(rate)
+    use_varlen_attention(model)
+    assert [module.p for module in attention_dropouts(model)] == rates
+
+
+@pytest.mark.parametrize("attention", ["triton-varlen", "block-diagonal"])
+def test_out_of_training_fused_projections_drop_nothing(attention):
+    model, packed, inputs = encoder_with(attention, "fused", folder=None)
+    for module in model.modules():
+        if hasattr(module, "p"):
+            module.p = 0.5
+    packed.eval()
+    assert packed(**inputs).loss == packed(**inputs).loss
+    renew(model)
+    loss = packed(**inputs).loss
+    renew(model)
+    assert packed(**inputs).loss == loss
+    assert packed.train()(**inputs).loss != loss
