@@ -216,6 +216,12 @@ def test_half_of_the_scores_may_be_dropped_and_none():
     assert kept(3, rate=0.0).all()
 
 
+@pytest.mark.parametrize(("rate", "bytes_"), [(0.0, 0), (0.1, 26), (0.5, 128)])
+def test_a_rate_is_the_nearest_share_of_bytes_and_what_is_kept_makes_up_for_that(rate, bytes_):
+    assert varlen._threshold(rate) == bytes_
+    assert varlen._dropout_scale(rate) == 256 / (256 - bytes_)
+
+
 DISTANCES = [
     *((0, distance) for distance in (1, 2)),  # of seeds
     *((1, distance) for distance in (1, 2)),  # of heads
