@@ -114,7 +114,7 @@ def test_what_adapters_change_below_the_resolution_of_half_precision_is_saved(tm
     save_model(model, Mock(), tmp_path / "model")
     saved = load_file(tmp_path / "model" / "model.safetensors")
     weight = saved["bert.encoder.layer.0.attention.self.query.weight"]
-    torch.testing.assert_close(weight, torch.full_like(weight, 1 + 2 * 2**-8 / 64))
+    torch.testing.assert_close(weight, torch.full(weight.shape, 1 + 2 * 2**-8 / 64))
 
 
 def test_a_shapes_vocabulary_is_rounded_up_to_whole_tiles_and_its_sizes_are_kept():
