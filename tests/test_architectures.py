@@ -1,6 +1,7 @@
 """Every encoder does what BERT does: trains all kinds of variants, packs, saves, and is counted."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,3 +223,26 @@ REFUSED = [
 @pytest.mark.parametrize(("model_type", "message"), REFUSED)
 def test_an_architecture_that_is_not_in_the_table_is_refused(model_type, message):
     refused(f"own/model: {message}", architectures.find_encoder, model_type, "own/model")
+
+
+LAYER_TYPES = [
+    ([], 0, 0),
+    (["full_attention"] * 3, 0, 0),
+    (["full_attention", *["sliding_attention"] * 3], 0.75, 17),
+]
+
+
+@pytest.mark.parametrize(("kinds", "share", "window"), LAYER_TYPES)
+def test_a_window_has_tokens_on_both_sides_and_the_token_itself(kinds, share, window):
+    config = SimpleNamespace(layer_types=kinds, sliding_window=8)
+    assert architectures.local_layers(config) == (share, window)
+
+
+def test_gradients_pass_layers_down_to_the_lowest_that_trains(folders):
+    model = build_model(spec_of("A1", folders["bert"]))
+    lower, upper = architectures.layers_of(model)
+    passed = [architectures.layers_passed(model)]
+    for module in (model.bert.embeddings, lower, upper):
+        module.requires_grad_(False)
+        passed.append(architectures.layers_passed(model))
+    assert passed == [2, 2, 1, 0]

@@ -184,3 +184,79 @@ def test_one_kernel_makes_both_copies_of_a_weight(shape):
     assert transposed8.is_contiguous()
     assert_same_numbers(weight8, expected)
     assert_same_numbers(transposed8, expected.t())
+
+
+# What surrounds the kernels and the product.
+
+
+def launched(monkeypatch) -> list[tuple]:
+    """The grid and the arguments of each kernel that is launched from now on; none of them runs."""
+    calls = []
+    monkeypatch.setattr(fp8, "launch", lambda kernel, grid, /, **words: calls.append((grid, words)))
+    return calls
+
+
+def test_the_kernel_that_converts_has_every_element_in_order_and_what_limits_it(monkeypatch):
+    calls = launched(monkeypatch)
+    x = torch.randn(5, 500).bfloat16().T
+    x8 = fp8._cast(x, 8.0, fp8.E5M2_MAX, torch.float8_e5m2)
+    assert (x8.shape, x8.dtype) == (x.shape, torch.float8_e5m2)
+    ((grid, words),) = calls
+    assert grid == (3,), "2,500 elements, 1,024 in each"
+    assert torch.equal(words["x"], x)
+    assert words["x"].is_contiguous() and words["x8"].is_contiguous()
+    assert (words["size"], words["FACTOR"], words["MAX"]) == (2500, 8.0, fp8.E5M2_MAX)
+
+
+def test_the_kernel_that_makes_both_copies_of_a_weight_has_every_tile(monkeypatch):
+    calls = launched(monkeypatch)
+    weight8, transposed8 = fp8._weight_in_e4m3(torch.randn(70, 130).bfloat16())
+    assert (weight8.shape, transposed8.shape) == ((70, 130), (130, 70))
+    ((grid, words),) = calls
+    assert grid == (2, 3), "tiles of 64 by 64"
+    assert (words["rows"], words["columns"]) == (70, 130)
+    assert (words["FACTOR"], words["MAX"]) == (fp8.WEIGHT, fp8.E4M3_MAX)
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_both_copies_of_a_weight_are_contiguous_whichever_way_it_lies_in_memory(is_transposed):
+    weight = torch.randn(16, 48).bfloat16()
+    given = weight.T.contiguous().T if is_transposed else weight
+    weight8, transposed8 = fp8.weight_in_e4m3(given)
+    assert weight8.is_contiguous() and transposed8.is_contiguous()
+    assert torch.equal(weight8.float(), fp8.in_e4m3(weight, fp8.WEIGHT).float())
+    assert torch.equal(transposed8.float(), weight8.float().T)
+
+
+@pytest.mark.parametrize("fast", [None, False])
+def test_a_product_is_divided_by_its_scale_and_fast_unless_told_otherwise(fast, monkeypatch):
+    product = torch._scaled_mm
+    fast_sums = []
+
+    def noting(*tensors, use_fast_accum, **words):
+        fast_sums.append(use_fast_accum)
+        return product(*tensors, use_fast_accum=use_fast_accum, **words)
+
+    monkeypatch.setattr(torch, "_scaled_mm", noting)
+    a = fp8.in_e4m3(torch.randn(16, 32), 4.0)
+    b = fp8.in_e4m3(torch.randn(32, 16).T.contiguous().T, 8.0)
+    more = {} if fast is None else {"fast": fast}
+    found = fp8.scaled_mm(a, b, 32.0, factor=torch.tensor(3.0), **more)
+    torch.testing.assert_close(found.float(), a.float() @ b.float() * 3 / 32, atol=0.05, rtol=0.02)
+    assert fast_sums == [fast is None]
+
+
+def test_factors_use_the_range_that_values_have():
+    """Activations lie within 28, weights within 7; gradients are as small as in fp16."""
+    assert 28 * fp8.ACTIVATION == fp8.E4M3_MAX
+    assert 7 * fp8.WEIGHT == fp8.E4M3_MAX
+    assert torch.finfo(torch.float8_e4m3fn).max == fp8.E4M3_MAX
+    assert torch.finfo(torch.float8_e5m2).max == fp8.E5M2_MAX
+    assert torch.amp.GradScaler("cpu").get_scale() == fp8.GRADIENT
+
+
+def test_a_number_for_the_product_is_kept_by_its_value_and_device():
+    like = torch.ones(1)
+    assert fp8._scalar(0.25, like) is fp8._scalar(0.25, like)
+    assert fp8._scalar(0.25, like).item() == 0.25
+    assert fp8._scalar(0.5, like).item() == 0.5

@@ -3,16 +3,27 @@
 And dropout by a hash alone, which keeps the rate, scales what it keeps, and draws anew when told.
 """
 
+import copy
 import functools
 import math
 
 import pytest
 import torch
 from torch import library
+from transformers import BertConfig
+from transformers.models.bert.modeling_bert import BertOutput
 
 from qa_lib.kernels import common, fused_norm, gelu
+from qa_lib.model import fused_blocks
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout, _Lookup, renew
+from qa_lib.model.fused_blocks import (
+    FusedIntermediate,
+    FusedOutput,
+    HashDropout,
+    _Lookup,
+    renew,
+    use_hash_dropout,
+)
 from qa_lib.spec.machine import Machine
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
@@ -405,3 +416,217 @@ def test_renewal_changes_all_seeds_reproducibly(model_with_hash_dropout):
     seeds = renewed_seeds(model_with_hash_dropout, 0)
     assert not (renewed_seeds(model_with_hash_dropout, 1) == seeds).any()
     assert torch.equal(renewed_seeds(model_with_hash_dropout, 0), seeds)
+
+
+# What surrounds the kernels, with plain PyTorch in their place.
+
+
+def kept_elements(shape, seed, threshold) -> torch.Tensor:
+    """Which elements a kernel keeps, by their places in memory."""
+    numbers = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape)
+    return common.hash32(numbers, seed) & 0x7FFFFFFF >= threshold
+
+
+def covers(programs: int, tile: int, size: int) -> bool:
+    """Whether so many programs have all elements, and none of them nothing to do."""
+    return (programs - 1) * tile < size <= programs * tile
+
+
+def norm_forward(grid, gemm_out, residual, statistics, WIDTH, **a) -> None:
+    assert covers(grid[0], a["ROWS"], a["rows"])
+    assert WIDTH <= a["BLOCK"] < 2 * WIDTH
+    x = gemm_out + a["bias"]
+    if a["DROPS"]:
+        kept = kept_elements(x.shape, a["seed"], a["threshold"])
+        x = torch.where(kept, x * a["kept_scale"], 0.0)
+    x = (x + residual).view(a["rows"], WIDTH)
+    if a["KEEPS"]:
+        a["total"].copy_(x.view_as(residual))
+    statistics[0] = x.mean(1)
+    statistics[1] = (x.var(1, correction=0) + a["eps"]).rsqrt()
+    normed = (x - statistics[0, :, None]) * statistics[1, :, None]
+    a["output"].copy_((normed * a["gamma"] + a["beta"]).view_as(residual))
+
+
+def norm_backward(grid, grad, other, gemm_out, residual, statistics, partials, WIDTH, **a) -> None:
+    assert grid == (len(partials),)
+    assert len(partials) == min(a["rows"], fused_norm.PROGRAMS)
+    assert WIDTH <= a["BLOCK"] < 2 * WIDTH
+    kept = 1.0
+    if a["DROPS"]:
+        kept = kept_elements(residual.shape, a["seed"], a["threshold"]) * a["kept_scale"]
+    x = residual if a["SUMMED"] else residual + (gemm_out + a["bias"]) * kept
+    x = (x.view(a["rows"], WIDTH) - statistics[0, :, None]) * statistics[1, :, None]
+    if a["ADDS"] and not a["SUMMED"]:
+        grad = grad + other
+    grad = grad.view(x.shape)
+    g = grad * a["gamma"]
+    x_grad = g - g.mean(1, keepdim=True) - x * (g * x).mean(1, keepdim=True)
+    x_grad = (x_grad * statistics[1, :, None]).view(residual.shape)
+    if a["ADDS"] and a["SUMMED"]:
+        x_grad = x_grad + other
+    a["residual_grad"].copy_(x_grad)
+    a["gemm_grad"].copy_(x_grad * kept)
+    of_rows = torch.stack([a["gemm_grad"].view(x.shape), grad * x, grad], 1)
+    for program in range(len(partials)):
+        partials[program] = of_rows[program :: len(partials)].sum(0)
+
+
+def dropout(grid, x, y, seed, size, threshold, kept_scale, ELEMENTS, **_) -> None:
+    assert covers(grid[0], ELEMENTS, size)
+    assert x.is_contiguous()
+    y.copy_(torch.where(kept_elements(x.shape, seed, threshold), x * kept_scale, 0.0))
+
+
+def partial_sums(grid, partials, total, programs, WIDTH, COLUMNS, **_) -> None:
+    assert covers(grid[0], COLUMNS, WIDTH)
+    total.copy_(partials.view(programs, WIDTH).sum(0).view(total.shape))
+
+
+@pytest.fixture
+def kernels_in_pytorch(monkeypatch):
+    """Plain PyTorch in place of the kernels, which gets the arguments that they would."""
+    in_pytorch = {
+        fused_norm.norm_forward_kernel: norm_forward,
+        fused_norm.norm_backward_kernel: norm_backward,
+        common.sum_partials_kernel: partial_sums,
+        common.dropout_kernel: dropout,
+    }
+
+    def launch(kernel, grid, /, **arguments):
+        in_pytorch[kernel](grid, **arguments)
+
+    for module in (common, fused_norm):
+        monkeypatch.setattr(module, "launch", launch)
+    monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+@pytest.mark.parametrize("rows", [1, 7])
+def test_what_surrounds_the_kernels_of_a_norm_gives_values_and_gradients(
+    rows, rate, kernels_in_pytorch
+):
+    inputs, grad, seed = drawn(rows, 5)
+    results = with_gradients(by_kernel(seed, rate), inputs, grad)
+    expected = with_gradients(by_plain(seed, rate), inputs, grad)
+    torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("used", [slice(1, 2), slice(0, 2)], ids=str)
+@pytest.mark.parametrize("rate", [0.0, 0.25])
+def test_what_surrounds_the_kernels_gives_the_residual_stream_and_its_norm(
+    rate, used, kernels_in_pytorch
+):
+    inputs, grad, seed = drawn(7, 5)
+
+    def by_kernel_with_sum(*inputs):
+        output, _, total = fused_norm._norm(*inputs, seed, rate, EPS, keeps=True)
+        return (total, output)[used]
+
+    def by_plain_with_sum(*inputs):
+        return fused_norm.reference(*inputs, seed, rate, EPS)[used]
+
+    grads = (grad.flip(0), grad)[used]
+    results = with_gradients(by_kernel_with_sum, inputs, *grads)
+    expected = with_gradients(by_plain_with_sum, inputs, *grads)
+    torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("used", [slice(0, 1), slice(1, 2), slice(0, 2)], ids=str)
+def test_what_surrounds_the_kernels_of_a_norm_that_goes_two_ways_adds_up_both_gradients(
+    used, kernels_in_pytorch
+):
+    inputs, grad, seed = drawn(7, 5)
+    grads = (grad, 2 * grad.flip(0))[used]
+    plain = by_plain(seed, 0.25)
+
+    def both_ways(*x):
+        return fused_norm._BothWays.apply(*x, seed, 0.25, EPS)[used]
+
+    results = with_gradients(both_ways, inputs, *grads)
+    expected = with_gradients(lambda *x: (plain(*x), plain(*x))[used], inputs, *grads)
+    torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_surrounds_the_kernel_of_dropout_drops_the_gradient_by_the_same_bits(
+    kernels_in_pytorch,
+):
+    x, grad = torch.randn(2, 5, 500)
+    seed = torch.tensor(77, dtype=torch.int32)
+    results = with_gradients(lambda x: common._HashDropout.apply(x.T, seed, 0.25), [x], grad.T)
+    expected = with_gradients(lambda x: common.hash_dropout(x.T, seed, 0.25), [x], grad.T)
+    torch.testing.assert_close(results, expected)
+    assert 0.15 < (results[0] == 0).float().mean() < 0.35
+
+
+def test_programs_of_the_sum_of_partial_sums_have_every_column(kernels_in_pytorch):
+    partials = torch.randn(5, 3, 7)
+    total = common.sum_partials(partials, torch.bfloat16)
+    assert total.dtype == torch.bfloat16
+    torch.testing.assert_close(total.float(), partials.sum(0), atol=0.05, rtol=0.05)
+
+
+@pytest.mark.parametrize(("size", "power"), [(1, 1), (2, 2), (3, 4), (768, 1024), (1024, 1024)])
+def test_a_block_is_the_least_power_of_2_that_has_a_row(size, power):
+    assert fused_norm._power_of_2(size) == power
+
+
+# A model's own rates and least variance.
+
+
+def test_hash_dropouts_have_the_rates_of_those_that_they_replace():
+    model = build_model(planned("A2"))
+    for number, module in enumerate(m for m in model.modules() if type(m) is torch.nn.Dropout):
+        module.p = number / 100
+    before = {name: module.p for name, module in model.named_modules() if hasattr(module, "p")}
+    use_hash_dropout(model)
+    after = {name: module.p for name, module in model.named_modules() if hasattr(module, "p")}
+    assert after == before
+
+
+def test_hash_dropout_drops_nothing_out_of_training_and_at_a_rate_of_0():
+    values = torch.randn(9, 9)
+    assert torch.equal(dropout_of(7).eval()(values), values)
+    none = dropout_of(7)
+    none.p = 0.0
+    assert torch.equal(none(values), values)
+
+
+@pytest.fixture
+def output_layer():
+    """An output of BERT's layer with a large least variance and dropout, and the same fused."""
+    config = BertConfig(
+        hidden_size=8, intermediate_size=8, layer_norm_eps=0.5, hidden_dropout_prob=0.5
+    )
+    native = BertOutput(config)
+    fused = copy.deepcopy(native)
+    fused.dropout = HashDropout(0.5)
+    return native, FusedOutput(fused)
+
+
+def test_a_fused_norm_has_the_least_variance_of_the_native_one_and_drops_nothing_when_evaluated(
+    output_layer,
+):
+    native, fused = output_layer
+    hidden, residual = torch.randn(2, 3, 8)
+    expected = native.eval()(hidden, residual)
+    torch.testing.assert_close(fused.eval()(hidden, residual), expected)
+    assert not torch.allclose(fused.train()(hidden, residual), expected)
+
+
+def test_a_fused_norm_takes_as_its_residual_what_its_input_carries(output_layer, monkeypatch):
+    _, fused = output_layer
+    seen = []
+
+    def noting(x, bias, residual, **_):
+        seen.append(residual)
+        return residual + 1, residual + 2
+
+    monkeypatch.setattr(fused_blocks, "fused_norm", noting)
+    first = torch.zeros(1, 8)
+    output = fused(torch.ones(1, 8), first)
+    assert torch.equal(output, first + 1)
+    assert torch.equal(output.residual, first + 2)
+    fused(torch.ones(1, 8), output)
+    assert seen[0] is first
+    assert seen[1] is output.residual

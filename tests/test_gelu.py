@@ -155,3 +155,86 @@ def test_the_backward_kernel_writes_the_result_of_the_forward_kernel_again(beyon
     _, *inputs = beyond_8_bits
     _, _, _, output = gelus._gelu_backward(*beyond_8_bits, FACTOR)
     assert torch.equal(output, gelus._gelu_forward(*inputs, 0.0))
+
+
+# What surrounds the kernels, with plain PyTorch in their place.
+
+
+def covers(programs: int, tile: int, size: int) -> bool:
+    """Whether so many programs have all elements, and none of them nothing to do."""
+    return (programs - 1) * tile < size <= programs * tile
+
+
+def cdf_and_slope(x, FIRST, SECOND, THIRD, LAST, **_):
+    square = (x * x).clamp(max=LAST)
+    cdf = torch.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
+    return cdf, FIRST + square * (3 * SECOND + square * (5 * THIRD))
+
+
+def in_8_bits(x, dtype, FACTOR, MAX, **_):
+    assert torch.finfo(dtype).max == MAX
+    return (x.float() * FACTOR).clamp(-MAX, MAX).to(dtype)
+
+
+def forward_in_pytorch(grid, gemm_out, bias, output, **a) -> None:
+    assert covers(grid[0], a["ELEMENTS"], a["size"])
+    assert bias.shape == (a["WIDTH"],)
+    x = gemm_out + bias
+    value = x * cdf_and_slope(x, **a)[0]
+    output.copy_(in_8_bits(value, output.dtype, **a) if a["FACTOR"] else value)
+
+
+def backward_in_pytorch(grid, grad, gemm_out, bias, gemm_grad, partials, **a) -> None:
+    programs, blocks = grid
+    assert programs == len(partials) == min(a["rows"], gelus.PROGRAMS)
+    assert covers(blocks, a["COLUMNS"], a["WIDTH"])
+    x = gemm_out + bias
+    cdf, slope = cdf_and_slope(x, **a)
+    gemm_grad.copy_(grad * cdf * (1 + x * (1 - cdf) * slope))
+    if a["FACTOR"]:
+        a["gemm_grad8"].copy_(in_8_bits(gemm_grad, a["gemm_grad8"].dtype, **a))
+        a["output"].copy_(x * cdf)
+    for program in range(programs):
+        rows = gemm_grad.view(a["rows"], a["WIDTH"])[program::programs]
+        partials[program] = rows.sum(0)
+
+
+@pytest.fixture
+def kernels_in_pytorch(monkeypatch):
+    """Plain PyTorch in place of the kernels, which gets the arguments that they would."""
+    in_pytorch = {
+        gelus.gelu_forward_kernel: forward_in_pytorch,
+        gelus.gelu_backward_kernel: backward_in_pytorch,
+    }
+
+    def launch(kernel, grid, /, **arguments):
+        in_pytorch[kernel](grid, **arguments)
+
+    monkeypatch.setattr(gelus, "launch", launch)
+    monkeypatch.setattr(gelus, "sum_partials", lambda partials, dtype: partials.sum(0).to(dtype))
+    monkeypatch.setattr(gelus, "PROGRAMS", 2)
+
+
+@pytest.mark.parametrize("tanh", [False, True])
+@pytest.mark.parametrize(("rows", "width"), [(1, 3000), (5, 7)])
+def test_what_surrounds_the_kernels_gives_gelu_and_its_gradients(
+    rows, width, tanh, kernels_in_pytorch
+):
+    grad, x, bias = (tensor.cpu() for tensor in drawn(rows, width))
+    value = gelus._gelu_forward(x, bias, 0.0, tanh)
+    x_grad, bias_grad, x_grad8, output = gelus._gelu_backward(grad, x, bias, 0.0, tanh)
+    expected = with_gradients(lambda *inputs: gelu(*inputs, tanh), [x, bias], grad)
+    torch.testing.assert_close([value, x_grad, bias_grad], expected, atol=1e-4, rtol=1e-4)
+    assert x_grad8.numel() == output.numel() == 0, "nobody asked for 8 bits"
+
+
+def test_what_surrounds_the_kernels_gives_results_in_8_bits_that_saturate(kernels_in_pytorch):
+    grad, x, bias = (tensor.cpu() for tensor in drawn(5, 7))
+    grad[0, 0] = 1e6
+    value8 = gelus._gelu_forward(x, bias, 64.0)
+    assert torch.equal(value8.float(), in_e4m3(gelu(x, bias), 64.0).float())
+    assert value8.float().max() == E4M3_MAX
+    x_grad, _, x_grad8, output = gelus._gelu_backward(grad, x, bias, 64.0)
+    assert torch.equal(x_grad8.float(), in_e5m2(x_grad, 64.0).float())
+    assert x_grad8.float().max() == E5M2_MAX
+    torch.testing.assert_close(output, gelu(x, bias))

@@ -251,3 +251,114 @@ def test_a_model_without_a_rival_is_told(tmp_path):
         planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path)
     )
     refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)
+
+
+# What surrounds the kernel of the loss, with plain PyTorch in its place.
+
+
+def loss_in_pytorch(kernel, grid, /, logits, grads8, targets, scale, losses, **words) -> None:
+    """Do what the kernel does, with the arguments that it would get."""
+    assert grid == (len(logits),) == (len(losses),) == (len(targets),)
+    assert words["WORDS"] == logits.shape[1]
+    counts = (targets != words["IGNORED"]).float()[:, None]
+    wide = logits.float()
+    chosen = targets.clamp(min=0)[:, None]
+    losses.copy_((wide.logsumexp(1) - wide.gather(1, chosen)[:, 0]) * counts[:, 0])
+    grads = wide.softmax(1).scatter_add(1, chosen, -torch.ones(chosen.shape)) * counts
+    logits.copy_(grads * scale)
+    if words["FACTOR"]:
+        grads8[: len(logits)].copy_((grads * words["FACTOR"]).to(grads8.dtype))
+
+
+@pytest.fixture
+def kernel_in_pytorch(monkeypatch):
+    """Also in place of products whose result is of a wider type, which a CPU has not."""
+    mm, addmm = torch.mm, torch.addmm
+
+    def wide_mm(a, b, out_dtype=None, **words):
+        return mm(a, b, **words) if out_dtype is None else mm(a.to(out_dtype), b.to(out_dtype))
+
+    def wide_addmm(total, a, b, out_dtype, out):
+        assert out is total
+        return addmm(total, a.to(out_dtype), b.to(out_dtype), out=out)
+
+    monkeypatch.setattr(lce, "launch", loss_in_pytorch)
+    monkeypatch.setattr(torch, "mm", wide_mm)
+    monkeypatch.setattr(torch, "addmm", wide_addmm)
+
+
+@pytest.mark.parametrize("part", [4, 100])
+@pytest.mark.parametrize(
+    ("in_fp8", "dtype", "error"),
+    [(False, torch.float32, 1e-5), (False, torch.bfloat16, 0.02), (True, torch.bfloat16, 0.1)],
+)
+def test_a_loss_in_parts_has_the_value_and_gradients_of_the_whole(
+    in_fp8, dtype, error, part, kernel_in_pytorch, monkeypatch
+):
+    monkeypatch.setattr(lce, "PART", part)
+    torch.manual_seed(0)
+    hidden = torch.randn(10, 16).to(dtype)
+    weight = torch.randn(32, 16).to(dtype)
+    targets = torch.randint(32, (10,))
+    targets[2] = targets[9] = lce.IGNORED
+
+    def by_parts(hidden, weight):
+        hidden8 = lce.in_e4m3(hidden.detach(), lce.ACTIVATION) if in_fp8 else None
+        return lce._loss(hidden, weight, targets, hidden8)[0]
+
+    grad = torch.tensor(3.0)
+    results = with_gradients(by_parts, [hidden, weight], grad)
+    assert [tensor.dtype for tensor in results] == [torch.float32, dtype, dtype]
+    wide = [hidden.float(), weight.float()]
+    expected = with_gradients(lambda *inputs: lce.reference(*inputs, targets), wide, grad)
+    for found, wanted in zip(results, expected, strict=True):
+        assert relative(found, wanted) < error
+
+
+def test_the_head_in_8_bits_adds_up_the_gradient_of_hidden_states_without_fast_sums(
+    kernel_in_pytorch, monkeypatch
+):
+    fast_sums = []
+    product = lce.scaled_mm
+
+    def noting(*words, fast=True, **more):
+        fast_sums.append(fast)
+        return product(*words, fast=fast, **more)
+
+    monkeypatch.setattr(lce, "scaled_mm", noting)
+    hidden, weight = torch.randn(16, 16).bfloat16(), torch.randn(32, 16).bfloat16()
+    hidden8 = lce.in_e4m3(hidden, lce.ACTIVATION)
+    lce._loss(hidden, weight, torch.zeros(16, dtype=torch.int64), hidden8)
+    assert fast_sums == [True, False], "the logits, and the gradient"
+
+
+@pytest.mark.parametrize("in_fp8", [False, True])
+def test_on_a_cpu_the_loss_is_plain_whether_in_8_bits_or_not(in_fp8):
+    hidden, weight = torch.randn(6, 8), torch.randn(10, 8)
+    targets = torch.tensor([0, 9, lce.IGNORED, 3, 4, lce.IGNORED])
+    rows = (hidden @ weight.T).log_softmax(1)
+    expected = -(rows[0, 0] + rows[1, 9] + rows[3, 3] + rows[4, 4]) / 4
+    torch.testing.assert_close(lce.linear_cross_entropy(hidden, weight, targets, in_fp8), expected)
+
+
+# Rates of dropout.
+
+
+@pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
+@pytest.mark.parametrize("rate", ["resid_pdrop", "embd_pdrop", "attn_pdrop"])
+def test_each_dropout_of_the_fused_pass_has_its_own_rate(windows, variant, rate):
+    """The others have none here: the loss changes if this one drops anything."""
+    fused = with_fused_pass(decoder(), variant)
+    without = LossOf(fused)(**windows)
+    config = fused.config.to_dict() | {rate: 0.3}
+    native = AutoModelForCausalLM.from_config(GPT2Config(**config), attn_implementation="unmasked")
+    native.loss_type = "ForCausalLM"
+    native.load_state_dict(fused.state_dict(), strict=False)
+    dropping = with_fused_pass(native.train(), variant)
+    torch.manual_seed(0)
+    blocks.renew(dropping)
+    assert abs(LossOf(dropping)(**windows) - without) > 1e-5
+    rates = {
+        m.p for m in dropping.modules() if isinstance(m, blocks.HashDropout | torch.nn.Dropout)
+    }
+    assert rates == {0.0, 0.3}

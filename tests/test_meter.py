@@ -8,6 +8,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from qa_lib.measure import hardware
 from qa_lib.measure import meter as meters
@@ -216,3 +217,139 @@ def test_the_peak_on_the_host_is_in_mib(model):
 def test_a_copy_counts_the_bytes_that_it_reads_and_those_that_it_writes(monkeypatch):
     monkeypatch.setattr(hardware, "_quickest", lambda work, device: 1.0)
     assert hardware.copy_rate(CPU) == pytest.approx(2 * 4 * 2**24 / 1e9)
+
+
+# Memory of a GPU.
+
+
+def test_activations_are_what_the_peak_holds_beside_all_that_persists(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 50 * 2**20)
+    optimizer = torch.optim.SGD([model.weight.detach().float()])
+    memory = memory_use(model, optimizer, GPU)
+    assert memory.peak_alloc_mib == 30.0
+    assert memory.peak_reserved_mib == 50.0
+    assert memory.activations_mib == 30.0 - (4.0 + 4.0 + 8.0)
+
+
+def test_a_peak_below_what_persists_leaves_no_activations(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**20)
+    assert memory_use(model, torch.optim.SGD(model.parameters()), GPU).activations_mib == 0.0
+
+
+def test_both_moments_of_an_optimizer_are_its_memory(model):
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    model.weight.grad = torch.zeros_like(model.weight)
+    optimizer.step()
+    assert memory_use(model, optimizer, CPU).optimizer_mib == pytest.approx(8.0, abs=1e-3)
+
+
+def test_of_what_is_spread_over_gpus_the_part_here_counts(model):
+    spread = Mock(requires_grad=True)
+    spread.to_local.return_value = model.weight.detach()
+    sharded = types.SimpleNamespace(parameters=lambda: [spread])
+    memory = memory_use(sharded, torch.optim.SGD(model.parameters()), CPU)
+    assert memory.params_mib == memory.grads_mib == 4.0
+
+
+def test_the_peak_on_the_host_is_told_by_the_system_in_kib(model, monkeypatch):
+    usage = types.SimpleNamespace(ru_maxrss=3 * 1024)
+    monkeypatch.setattr(meters.resource, "getrusage", lambda _: usage)
+    memory = memory_use(model, torch.optim.SGD(model.parameters()), CPU)
+    assert memory.host_rss_mib == 3.0
+
+
+# Steps.
+
+
+def test_a_lap_on_a_gpu_is_in_seconds_and_waits_for_its_end():
+    begin = Mock()
+    end = Mock()
+    begin.elapsed_time.return_value = 500.0  # milliseconds
+    assert meters.elapsed((begin, end)) == 0.5
+    begin.elapsed_time.assert_called_once_with(end)
+    end.synchronize.assert_called_once_with()
+
+
+@pytest.mark.parametrize(("warm_up", "step"), [(5, 3), (2, 2)])
+def test_the_memorys_peak_counts_from_the_third_step_or_from_the_first_measured_one(
+    warm_up, step, nvml, monkeypatch
+):
+    meter = Meter(GPU, warm_up)
+    reset_at = []
+    monkeypatch.setattr(
+        torch.cuda, "reset_peak_memory_stats", lambda: reset_at.append(len(meter.step_counts))
+    )
+    for _ in range(7):
+        do_stretch(meter)
+    assert reset_at == [step]
+
+
+def test_the_first_step_is_when_it_was_done(monkeypatch):
+    monkeypatch.setattr(meters.time, "time", Mock(side_effect=[100.0, 200.0]))
+    meter = Meter(CPU, warm_up=1)
+    assert meter.first_step_at is None
+    for _ in range(3):
+        do_stretch(meter)
+    assert meter.first_step_at == 100.0
+
+
+@pytest.fixture
+def spread_meter():
+    """A meter after two warm-up steps and eleven measured ones of 0 to 100 ms."""
+    meter = Meter(CPU, warm_up=2)
+    meter.times = [9.0, 3.0, *(0.01 * number for number in range(11))]
+    return meter
+
+
+def test_step_times_are_a_median_and_tenths_in_milliseconds(spread_meter):
+    times = spread_meter.step_ms()
+    assert times.n == 11
+    assert [times.p10, times.median, times.p90] == pytest.approx([10.0, 50.0, 90.0])
+
+
+def test_compilation_is_of_all_steps_of_the_warm_up(spread_meter):
+    assert spread_meter.compile_s() == pytest.approx(9.0 + 3.0 - 2 * 0.05)
+
+
+def test_compilation_takes_no_less_than_nothing_and_is_unknown_without_a_warm_up(spread_meter):
+    spread_meter.times[:2] = [0.01, 0.01]
+    assert spread_meter.compile_s() == 0.0
+    spread_meter.warm_up = 0
+    assert spread_meter.compile_s() is None
+
+
+def test_the_time_for_inputs_is_the_median_of_measured_steps(spread_meter):
+    assert spread_meter.data_ms() is None
+    spread_meter.data_s = [9.0, 9.0, 0.002, 0.004, 0.9]
+    assert spread_meter.data_ms() == pytest.approx(4.0)
+
+
+def test_an_energy_counter_that_stands_still_gives_no_energy(nvml):
+    meter = Meter(GPU, warm_up=1)
+    for _ in range(3):
+        do_stretch(meter)
+    assert meter.joules == [0.0, 0.0]
+    assert meter.joules_per_sample() is None
+
+
+def test_short_lengths_are_squared_without_overflow():
+    """Lengths come as 16-bit numbers."""
+    meter = Meter(CPU, warm_up=0)
+    lengths = np.full(4, 300, dtype=np.int16)
+    meter.step(lengths, lengths)
+    (counts,) = meter.step_counts
+    assert counts.squares == counts.computed_squares == 4 * 300**2
+
+
+# Arithmetic.
+
+
+def test_a_head_that_does_not_train_takes_no_gradient_by_its_weight():
+    config = GPT2Config(n_layer=1, n_embd=8, n_head=1, vocab_size=20, n_positions=4)
+    model = GPT2LMHeadModel(config)
+    whole = meters.StepFlops(model).flops(10, 0)
+    model.lm_head.weight.requires_grad = False  # and so the embeddings, whose weight it is
+    frozen = meters.StepFlops(model).flops(10, 0)
+    assert whole - frozen == 2 * 10 * 20 * 8

@@ -1,13 +1,18 @@
 """Each setting does what its variant says: seen at the effect, not at the setting."""
 
+import dataclasses
+from unittest.mock import Mock
+
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch._dynamo.testing import CompileCounter
 from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib.data.load import load_data
-from qa_lib.model.build import apply_recipe, build_model
-from qa_lib.spec.recipes import RECIPES
+from qa_lib.model.build import apply_recipe, build_model, model_config, save_model
+from qa_lib.spec.recipes import RECIPES, find_recipe
+from tests.material import refused
 from tests.tiny import planned, trained
 
 
@@ -77,3 +82,64 @@ def test_token_types_reach_the_model(variant, inputs):
     with torch.no_grad():
         logits = model(**inputs).start_logits
         assert not torch.equal(logits, model(**other).start_logits)
+
+
+# How a model is built.
+
+
+def test_another_seed_gives_other_weights_and_the_same_one_the_same():
+    heads = [build_model(planned(seeds=[seed])).qa_outputs.weight for seed in (0, 1, 1)]
+    assert not torch.equal(heads[0], heads[1])
+    assert torch.equal(heads[1], heads[2])
+
+
+def test_adapters_have_their_recipes_rank_twice_the_weight_and_a_tenth_of_dropout():
+    recipe = find_recipe("lora-all-r4")
+    model = apply_recipe(build_model(planned()), recipe)
+    layers = [module for module in model.modules() if hasattr(module, "lora_A")]
+    assert layers
+    for layer in layers:
+        assert layer.lora_A["default"].out_features == recipe.rank
+        assert layer.scaling == {"default": 2.0}
+        assert layer.lora_dropout["default"].p == 0.1
+
+
+def test_what_adapters_change_below_the_resolution_of_half_precision_is_saved(tmp_path):
+    model = build_model(planned("B1")).to(torch.bfloat16)
+    query = model.bert.encoder.layer[0].attention.self.query
+    with torch.no_grad():
+        query.base_layer.weight.fill_(1.0)
+        query.lora_A["default"].weight.fill_(1 / 64)
+        query.lora_B["default"].weight.fill_(2**-8 / query.r["default"])
+    save_model(model, Mock(), tmp_path / "model")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    weight = saved["bert.encoder.layer.0.attention.self.query.weight"]
+    torch.testing.assert_close(weight, torch.full(weight.shape, 1 + 2 * 2**-8 / 64))
+
+
+def test_a_shapes_vocabulary_is_rounded_up_to_whole_tiles_and_its_sizes_are_kept():
+    config = model_config("gpt2:L3H128V500P80", task="lm")
+    sizes = ("n_layer", "n_embd", "n_head", "n_positions", "vocab_size")
+    assert [getattr(config, name) for name in sizes] == [3, 128, 2, 80, 512]
+    assert model_config("gpt2:L3H128V512P80", task="lm").vocab_size == 512
+
+
+def test_a_model_takes_no_longer_samples_than_it_has_positions():
+    """Where the model was not there when the run was planned."""
+    spec = planned()
+    long = dataclasses.replace(spec, preset=dataclasses.replace(spec.preset, max_length=100_000))
+    refused("100,?000", build_model, long)
+
+
+@pytest.mark.parametrize(("variant", "uses"), [("C2", False), ("A2", None)])
+def test_with_checkpointing_there_is_no_cache(variant, uses):
+    model = build_model(planned(variant))
+    native = BertConfig().to_dict().get("use_cache")
+    found = getattr(model.config, "use_cache", None)
+    assert found == (native if uses is None else uses)
+
+
+def test_without_dropout_adapters_drop_nothing_either():
+    spec = planned("B1", settings={"dropout": "none"})
+    rates = {module.p for module in build_model(spec).modules() if hasattr(module, "p")}
+    assert rates == {0.0}

@@ -246,3 +246,53 @@ def test_weights_in_4_bits_count_as_weights():
     whole = model_of(variant="L-lora")
     assert StepFlops(small).flops(1000, 1e5) == StepFlops(whole).flops(1000, 1e5)
     assert trainable_summary(small).equals(trainable_summary(whole))
+
+
+# Types, and weights of odd sizes.
+
+
+def test_under_autocast_a_layer_computes_in_its_own_type():
+    small = NF4Linear(torch.nn.Linear(INPUTS, OUTPUTS), torch.float32)
+    x = torch.randn(4, INPUTS, requires_grad=True)
+    expected = small(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = small(x)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+def test_an_output_is_of_the_type_that_a_layer_computes_in_with_its_bias():
+    small = NF4Linear(torch.nn.Linear(INPUTS, OUTPUTS), torch.bfloat16)
+    assert small(torch.randn(4, INPUTS)).dtype == torch.bfloat16
+
+
+def test_a_layer_keeps_its_bias():
+    layer = torch.nn.Linear(INPUTS, OUTPUTS)
+    small = NF4Linear(layer, torch.float32)
+    outputs = small(torch.zeros(2, INPUTS))
+    torch.testing.assert_close(outputs, layer.bias.detach().expand(2, -1))
+    assert native(small).bias is layer.bias
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (5, 64)], ids=str)
+def test_weights_that_fill_no_whole_block_or_byte_are_widened(shape):
+    rows, columns = shape
+    layer = torch.nn.Linear(columns, rows)
+    wide = NF4Linear(layer, torch.float32).wide()
+    assert wide.shape == shape
+    error = (wide - layer.weight).abs().max() / layer.weight.abs().max()
+    assert 0 < error < 0.16
+
+
+@pytest.mark.parametrize("bytes_", [3, 5])
+def test_bits_of_another_size_are_refused(bytes_):
+    packed = torch.zeros(bytes_, 1, dtype=torch.uint8)
+    scales = torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=f"{bytes_} bytes .* no matrix of 1 x 8"):
+        nf4._wide(packed, scales, 1, 8, torch.float32)
+
+
+def test_a_change_of_the_weight_is_in_the_native_layer(layer):
+    small = NF4Linear(layer, torch.float32)
+    delta = torch.randn(OUTPUTS, INPUTS)
+    torch.testing.assert_close(weight_of(native(small, delta)), small.wide() + delta)

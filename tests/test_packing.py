@@ -9,18 +9,21 @@ import pytest
 import torch
 from torch import library
 from torch.utils.checkpoint import checkpoint
+from transformers import BertConfig, BertForQuestionAnswering
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.data.packing import CALLS, EvenBatches, PackedBatches, deal, few_limits
 from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
-from qa_lib.model.packed import Packed, RegionalModel, regions_of
+from qa_lib.model.packed import Packed, RegionalModel, regions_of, segment_loss, span_loss
 from qa_lib.run.fit import fit, train
 from qa_lib.train.compile import LossOf
 from tests.kernels import DEVICE, relative, replayed, with_gradients
 from tests.material import refused
 from tests.tiny import CPU, H200, OfLengths, planned, quiet, resized, samples_of, without_dropout
+from tests.tiny import CPU, H200, packed_model, planned, quiet, resized, samples_of, without_dropout
+from tests.tiny import checkpoint as checkpoint_of
 
 T4 = dataclasses.replace(H200, hardware="t4", sm=75)
 # Each kernel here with its floating-point type and the relative error that the type allows.
@@ -516,3 +519,63 @@ def test_the_searched_rivals_epochs_differ(samples):
     first = {frozenset(group) for group in batches._drawn(0).tolist()}
     second = {frozenset(group) for group in batches._drawn(1).tolist()}
     assert len(first & second) < len(first) / 10
+# Parts of a packed model, and its loss.
+
+
+def test_the_loss_is_the_mean_over_samples_of_a_softmax_over_each():
+    torch.manual_seed(0)
+    lengths = [3, 1, 5]  # and two tokens that are no sample
+    logits = torch.randn(11)
+    ends = torch.tensor([0, 3, 4, 9, 11])
+    positions = torch.tensor([2, 0, 4])
+    losses = []
+    for begin, length, position in zip(ends, lengths, positions, strict=False):
+        losses.append(-logits[begin : begin + length].log_softmax(0)[position])
+    expected = torch.stack(losses).mean()
+    for longest in (5, 9):
+        torch.testing.assert_close(segment_loss(logits, positions, ends, longest), expected)
+    # The last segment ends with the sequence.
+    last = segment_loss(logits[:9], positions, ends[:4], 5)
+    torch.testing.assert_close(last, expected)
+
+
+def test_the_loss_is_the_mean_of_begin_and_end_without_what_pads_segments():
+    begins, ends = torch.randn(2, 1, 8)
+    bias = torch.tensor([0.0] * 3 + [-torch.inf] + [0.0] * 2 + [-torch.inf] * 2)
+    starts, stops = torch.tensor([0, 1]), torch.tensor([2, 0])
+    places = torch.tensor([0, 4, 8])
+    found = span_loss(begins, ends, starts, stops, places, longest=4, bias=bias)
+    own = torch.tensor([0, 3, 5])
+    of_own = torch.tensor([0, 1, 2, 4, 5])
+    losses = [
+        segment_loss(logits[0, of_own], answers, own, 3)
+        for logits, answers in ((begins, starts), (ends, stops))
+    ]
+    torch.testing.assert_close(found, sum(losses) / 2)
+
+
+@pytest.mark.parametrize(("layers", "sizes"), [(2, [2]), (3, [3]), (7, [3, 3, 1])])
+def test_a_region_has_three_layers_and_the_last_one_what_is_left(layers, sizes):
+    config = BertConfig(
+        num_hidden_layers=layers,
+        hidden_size=8,
+        num_attention_heads=1,
+        intermediate_size=8,
+        vocab_size=9,
+    )
+    model = BertForQuestionAnswering(config)
+    below, *between, above = regions_of(model)
+    assert below == [model.bert.embeddings]
+    assert [len(region) for region in between] == sizes
+    assert [layer for region in between for layer in region] == list(model.bert.encoder.layer)
+    assert above == [model.qa_outputs]
+
+
+@pytest.mark.parametrize("kind", ["roberta", "electra"])
+def test_regions_count_positions_and_widen_embeddings_as_the_whole_model_does(kind, tmp_path):
+    settings = {"attention": "block-diagonal", "compile": "none"}
+    spec = planned("E-packed", settings=settings, model=checkpoint_of(kind, tmp_path))
+    _, packed, inputs = packed_model(spec)
+    packed.eval()
+    regions = RegionalModel(packed, lambda part: part)
+    torch.testing.assert_close(regions(**inputs), packed(**inputs).loss)

@@ -7,18 +7,19 @@ import itertools
 import json
 import time
 from types import SimpleNamespace
+from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from qa_lib.peers import gpt2, packing, processes, search, search_trainer
+from qa_lib.peers import adamw, bert, gpt2, packing, processes, search, search_trainer
 from qa_lib.peers.adamw import CompiledAdamW, _round_stochastically
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.processes import Measurements
 from qa_lib.peers.search_options import merged
-from qa_lib.peers.step import compile_parts
+from qa_lib.peers.step import Step, compile_parts
 
 BERT = {
     "hidden_size": 32,
@@ -315,3 +316,676 @@ def test_a_block_of_the_trainer_is_a_span_of_its_sampler(samples, size, span):
     assert search_trainer.span_of(samples, size) == span
     assert span * size in borders
     assert [place for place in borders if place % (span * size) > 1] == []
+
+
+# The update of the weights.
+
+
+def updated(optimizer_of, gradients: list[float], value: float = 1.0) -> torch.Tensor:
+    """Return a weight of `value` after steps on these gradients."""
+    model = torch.nn.Linear(1, 1, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(value)
+    optimizer = optimizer_of(model)
+    for gradient in gradients:
+        optimizer.step([torch.full_like(model.weight, gradient)])
+    return model.weight.detach()
+
+
+RIVALS = {
+    "PyTorch's": lambda model: adamw.PublicAdamW(model, 0.1),
+    "own": lambda model: CompiledAdamW(model, 0.1, moments=torch.float32, compiled=False),
+}
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_rivals_update_is_adam_by_its_formula_without_weight_decay(rival):
+    gradients = [0.5, -3e-8, 0.25]  # the second is near the least divisor, 1e-8
+    weight, mean, square = 1.0, 0.0, 0.0
+    for step, gradient in enumerate(gradients, start=1):
+        mean = 0.9 * mean + 0.1 * gradient
+        square = 0.999 * square + 0.001 * gradient**2
+        divisor = (square / (1 - 0.999**step)) ** 0.5 + 1e-8
+        weight -= 0.1 * mean / (1 - 0.9**step) / divisor
+    assert updated(RIVALS[rival], gradients).item() == pytest.approx(weight, rel=1e-5)
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_the_least_divisor_of_a_rivals_update_is_adams(rival):
+    first_step = 0.1 * 1e-8 / (1e-8 + 1e-8)
+    assert updated(RIVALS[rival], [1e-8]).item() == pytest.approx(1 - first_step, abs=1e-4)
+
+
+@pytest.mark.parametrize(("length", "factor"), [(10.0, 0.1), (0.5, 1.0), (0.0, 1.0)])
+def test_gradients_are_clipped_to_a_norm_of_1_and_never_made_longer(length, factor):
+    gradients = [torch.tensor([0.6 * length]), torch.tensor([[0.8 * length]])]
+    assert adamw._clip_factor(gradients).item() == pytest.approx(factor, rel=1e-5)
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_a_rivals_update_takes_clipped_gradients(rival):
+    """Adam forgets a factor of all gradients, but not one that changes from step to step."""
+    clipped = updated(RIVALS[rival], [30.0, 0.5])
+    torch.testing.assert_close(clipped, updated(RIVALS[rival], [1.0, 0.5]))
+
+
+def test_large_parameters_are_updated_by_themselves_and_all_by_their_own_gradient(monkeypatch):
+    monkeypatch.setattr(adamw, "SMALL", 6)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = CompiledAdamW(model, 0.1, moments=torch.float32, compiled=False)
+    assert [weight.numel() for weight in optimizer.weights] == [6, 4 + 2 + 2]
+    signs = [
+        torch.full_like(parameter, sign)
+        for parameter, sign in zip(before, [1, -1, -1, 1], strict=True)
+    ]
+    optimizer.step([0.01 * sign for sign in signs])
+    for parameter, old, sign in zip(model.parameters(), before, signs, strict=True):
+        torch.testing.assert_close(parameter.detach(), old - 0.1 * sign, rtol=1e-4, atol=1e-4)
+
+
+def test_masters_keep_what_weights_in_16_bits_cannot():
+    model = torch.nn.Linear(1, 1, bias=False).bfloat16()
+    torch.nn.init.ones_(model.weight)
+    optimizer = CompiledAdamW(model, 1e-3, masters=True, moments=torch.float32, compiled=False)
+    for step in range(1, 9):
+        optimizer.step([torch.full_like(model.weight, 0.5)])
+        ((weight, master, *_),) = optimizer.state
+        assert master.item() == pytest.approx(1 - 1e-3 * step, abs=1e-5)
+        assert weight == master.bfloat16()
+    assert model.weight < 1
+
+
+def test_no_seed_of_the_rounding_comes_twice(monkeypatch):
+    monkeypatch.setattr(adamw, "SMALL", 2)
+    model = torch.nn.Linear(2, 2)
+    optimizer = CompiledAdamW(model, 0.1, hashed=True, compiled=False)
+    seeds = []
+    monkeypatch.setattr(optimizer, "update", lambda *words: seeds.append(words[-1].item()))
+    for _ in range(3):
+        optimizer.step([torch.ones_like(parameter) for parameter in model.parameters()])
+    assert len(seeds) == len(set(seeds)) == 3 * len(optimizer.weights) == 6
+
+
+# Dropout and attention.
+
+
+def test_an_element_is_dropped_where_its_byte_is_below_the_rate():
+    noise = torch.arange(256, dtype=torch.uint8)
+    dropped = gpt2.dropout(torch.ones(256), 26 / 256, noise)
+    assert (dropped[:26] == 0).all()
+    torch.testing.assert_close(dropped[26:], torch.full((230,), 256 / 230))
+
+
+def like(shape: dict) -> SimpleNamespace:
+    """A model of transformers of which only the config is read."""
+    return SimpleNamespace(config=SimpleNamespace(**shape))
+
+
+RIVAL_MODELS = {
+    "bert": lambda **options: Bert(like(BERT), 0.1, 64, **options),
+    "gpt2": lambda **options: gpt2.GPT2(like(LM), 0.1, **options),
+}
+KERNELS = {"bert": (bert.ATTENTION, "flash"), "gpt2": (gpt2.ATTENTION, "sdpa")}
+
+
+def run_once(model, peer: str) -> None:
+    data = search.Data(peer, BERT if peer == "bert" else LM, 2, 1, merged(PLAIN), LENGTHS)
+    model(**data.steps(1)[0][0])
+
+
+@pytest.mark.parametrize(
+    ("rate", "trains", "seen"),
+    [(None, True, 0.1), (0.0, True, 0.0), (0.3, True, 0.3), (None, False, 0), (0.3, False, 0)],
+)
+@pytest.mark.parametrize("peer", KERNELS)
+def test_attention_has_a_rate_of_its_own_or_that_of_all_dropouts_and_none_out_of_training(
+    peer, rate, trains, seen, monkeypatch
+):
+    table, name = KERNELS[peer]
+    kernel = table[name]
+    rates = []
+
+    def noting(*words):
+        rates.append(words[-1])
+        return kernel(*words)
+
+    monkeypatch.setitem(table, name, noting)
+    run_once(RIVAL_MODELS[peer](attention_dropout=rate).train(trains), peer)
+    assert rates == [seen] * 2
+
+
+@pytest.mark.parametrize("drawn_at_once", [False, True])
+@pytest.mark.parametrize("peer", KERNELS)
+def test_out_of_training_a_rival_drops_nothing(peer, drawn_at_once):
+    model = RIVAL_MODELS[peer](drawn_at_once=drawn_at_once).eval()
+    state = torch.get_rng_state()
+    run_once(model, peer)
+    assert torch.equal(torch.get_rng_state(), state), "nothing is drawn"
+
+
+@pytest.mark.parametrize(
+    ("peer", "x", "shape"),
+    [("bert", (5, 32), (2, 2, 5, 32)), ("gpt2", (3, 5, 32), (2, 2, 3, 5, 32))],
+)
+def test_bytes_for_dropout_are_drawn_for_two_dropouts_of_each_layer(peer, x, shape):
+    torch.manual_seed(0)
+    drawn = RIVAL_MODELS[peer](drawn_at_once=True).draw(torch.empty(x))
+    assert drawn.shape == shape
+    assert drawn.dtype == torch.uint8
+    assert not torch.equal(drawn[0], drawn[1])
+    assert drawn.float().mean().item() == pytest.approx(127.5, abs=15)
+
+
+def test_padding_of_a_vocabulary_is_no_word():
+    model = gpt2.GPT2(like(LM), 0.0, align=64)
+    assert len(model.words.weight) == 128
+    x = torch.randn(4, 32)
+    weight = model.words.weight.detach().clone()
+    targets = torch.tensor([0, 5, 96, -100])
+    expected = torch.nn.functional.cross_entropy(x @ weight[:97].T, targets)
+    weight[97:] = 50.0
+    torch.testing.assert_close(gpt2.whole_loss(x, weight, targets, 97), expected)
+
+
+# The data of the search.
+
+
+def test_a_packed_sequence_says_where_its_samples_lie():
+    arrays = packing.sequence(np.array([3, 2]), 8, most=4)
+    assert arrays["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
+    assert arrays["cu_seqlens"].tolist() == [0, 3, 5, 5, 5, 8]
+    assert arrays["cu_seqlens"].dtype == np.int32
+
+
+@pytest.mark.parametrize(("tokens", "tiled"), [(1, 128), (128, 128), (129, 256)])
+def test_a_tile_is_a_multiple_that_is_no_shorter(tokens, tiled):
+    assert packing.tile(tokens) == tiled
+
+
+def test_dealt_sequences_differ_by_a_token_or_two(lengths):
+    totals = np.array([lengths[group].sum() for group in packing.deal(lengths, 32)])
+    assert np.ptp(totals) <= 2
+
+
+def test_the_answer_of_a_random_sample_is_said_by_its_tokens():
+    """The loss could not fall otherwise."""
+    data = search.Data("bert", BERT, 4, 1, merged(PLAIN), LENGTHS)
+    ((batch,), *_) = data.steps(3)
+    begins = batch["cu_seqlens"]
+    ids, types = batch["input_ids"][0], batch["token_type_ids"][0]
+    assert len(batch["start_positions"]) == 4
+    for begin, end, start, stop in zip(
+        begins, begins[1:5], batch["start_positions"], batch["end_positions"], strict=False
+    ):
+        assert 0 <= start <= stop < end - begin
+        assert ids[begin + stop] == search.END_TOKEN
+        assert start == stop or ids[begin + start] == search.START_TOKEN
+        assert types[begin:end].tolist() == [0] * 14 + [1] * (end - begin - 14)
+    others = ids[(ids != search.START_TOKEN) & (ids != search.END_TOKEN)]
+    assert others.min() >= search.FIRST_RANDOM_TOKEN
+
+
+def test_a_sequence_of_fewer_samples_has_no_answers_for_the_others():
+    setting = merged(PLAIN, {"packing": "fill", "budget": 256})
+    data = search.Data("bert", BERT, 4, 1, setting, LENGTHS)
+    for (batch,) in data.steps(20):
+        samples = int((batch["cu_seqlens"].diff()[: data.most] > 0).sum())
+        answers = batch["start_positions"]
+        assert (answers[:samples] >= 0).all()
+        assert (answers[samples:] == -100).all()
+        assert batch["input_ids"].shape == (1, 256)
+
+
+def test_samples_and_tokens_of_packed_steps_are_counted():
+    data = search.Data("bert", BERT, 4, 2, merged(PLAIN), LENGTHS)
+    steps = data.steps(3)
+    assert [len(parts) for parts in steps] == [2, 2, 2]
+    assert data.samples == 3 * 2 * 4
+    assert data.padded == 3 * 2 * data.budget
+    ends = [part["cu_seqlens"][data.most] for parts in steps for part in parts]
+    assert data.tokens == sum(int(end) for end in ends)
+    assert data.longest == 64, "the longest of 59 tokens, in tiles of 64"
+    assert len(data.steps(1000)) == 400 // 4 // 2, "as many as there are samples for"
+
+
+def test_samples_and_tokens_of_windows_are_counted():
+    data = search.Data("gpt2", LM, 4, 2, merged(PLAIN), None)
+    ((batch, _), *_) = data.steps(3)
+    assert batch["input_ids"].shape == (4, 16)
+    assert batch["input_ids"].max() < 97
+    assert data.samples == 3 * 2 * 4
+    assert data.tokens == data.padded == 3 * 2 * 4 * 16
+
+
+# What the search measures.
+
+TASK = {
+    "peer": "gpt2",
+    "shape": LM,
+    "size": 4,
+    "parts": 2,
+    "setting": merged(PLAIN),
+    "lengths": None,
+    "steps": 30,
+    "block": 5,
+    "blocks": 3,
+    "rate": 1e-3,
+    "profile": False,
+}
+
+
+class Counted:
+    """A step that does nothing; its losses are the numbers of the steps, from 0 on."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def __call__(self, batches):
+        assert len(batches) == 2
+        self.steps += 1
+        return torch.tensor(self.steps - 1.0)
+
+
+def test_figures_of_a_setting_are_of_its_median_block(monkeypatch):
+    monkeypatch.setattr(search, "build", lambda *_, **__: Counted())
+    monkeypatch.setattr(search, "_step_ms", Mock(side_effect=[30.0, 4.0, 5.0]))
+    monkeypatch.setattr(search, "BATCHES", 3)
+    figures = search.measure(TASK)
+    assert figures["ms"] == 5.0
+    assert figures["ms_blocks"] == [30.0, 4.0, 5.0]
+    assert figures["samples_a_step"] == 8
+    assert figures["samples_s"] == 1600.0
+    assert figures["tokens_s"] == 1600 * 16
+    assert figures["padding"] == 0.0
+    assert figures["padded_tokens"] == 8 * 16
+    assert figures["first_loss"] == 0.0
+    assert figures["loss"] == sum(range(10, 30)) / 20, "the mean of the last twenty"
+
+
+def test_padding_is_a_share_of_all_tokens(monkeypatch):
+    monkeypatch.setattr(search, "build", lambda *_, **__: Counted())
+    monkeypatch.setattr(search, "_step_ms", lambda *_: 1.0)
+    task = TASK | {"peer": "bert", "shape": BERT, "lengths": np.full(80, 24), "steps": 1}
+    figures = search.measure(task)
+    assert figures["padding"] == 0.25, "4 samples of 24 tokens in 128"
+    assert figures["padded_tokens"] == 2 * 128
+
+
+def test_a_block_is_timed_in_milliseconds_a_step(monkeypatch):
+    monkeypatch.setattr(search.time, "perf_counter", Mock(side_effect=[10.0, 12.0]))
+    step = Counted()
+    assert search._step_ms(step, [[1, 2], [3, 4]], 8) == 250.0
+    assert step.steps == 8
+
+
+# The search's memory of what was measured.
+
+
+class Measured:
+    """In place of Measurements: notes what is asked, and answers with a speed or an error."""
+
+    def __init__(self, measure, out, **limits):
+        self.asked = []
+        self.answer = {"samples_s": 50.0}
+
+    def __call__(self, line, task):
+        self.asked.append((line, task))
+        return self.answer
+
+
+def runner(out, monkeypatch, *words) -> search.Runner:
+    """A Runner of the command line with these words."""
+    monkeypatch.setattr(search, "Measurements", Measured)
+    return search.Runner(search.parse(["gpt2", "--out", str(out), *words]), None, LM)
+
+
+BF16 = {"precision": "bf16"}
+
+
+def test_a_setting_is_measured_once_for_each_way_to_measure_it(tmp_path, monkeypatch):
+    run = runner(tmp_path / "out", monkeypatch)
+    assert run("a", BF16) == run("b", {}, BF16) == 50.0
+    assert len(run.measurements.asked) == 1
+    run("a", BF16, profile=True)
+    run("a", {"precision": "fp32"})
+    assert len(run.measurements.asked) == 3
+
+
+def test_a_setting_that_fails_has_no_speed(tmp_path, monkeypatch):
+    run = runner(tmp_path / "out", monkeypatch)
+    run.measurements.answer = {"error": "no memory"}
+    assert run("a", BF16) == 0.0
+
+
+def test_a_setting_is_measured_as_the_command_line_says(tmp_path, monkeypatch):
+    words = "--size 7 --parts 3 --steps 11 --block 13 --blocks 5 --rate 0.5".split()
+    run = runner(tmp_path / "out", monkeypatch, *words)
+    run("a", BF16, block=17)
+    ((line, task),) = run.measurements.asked
+    assert line == {
+        "peer": "gpt2",
+        "size": 7,
+        "parts": 3,
+        "name": "a",
+        "setting": BF16,
+        "task": {"block": 17},
+    }
+    expected = {"size": 7, "parts": 3, "steps": 11, "block": 17, "blocks": 5, "rate": 0.5}
+    assert {name: task[name] for name in expected} == expected
+    assert task["setting"] == merged(BF16)
+
+
+def test_what_a_search_before_has_measured_is_known_and_what_failed_is_not(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    line = {"peer": "gpt2", "size": 32, "parts": 1, "setting": BF16, "task": {}, "samples_s": 9.0}
+    failed = line | {"setting": {"compile": "none"}, "error": "time is up"}
+    del failed["samples_s"]
+    other_size = line | {"setting": {"compile": "whole"}, "size": 8}
+    out.write_text("".join(json.dumps(each) + "\n" for each in (line, failed, other_size)))
+    run = runner(out, monkeypatch)
+    assert run("a", BF16) == 9.0
+    assert run("b", {"compile": "none"}) == run("c", {"compile": "whole"}) == 50.0
+
+
+def searched(speeds: dict[str, float], least_gain: float) -> list[str]:
+    """Return the options that a search takes, each of a group of its own, by names of sets."""
+
+    def run(name, *changes, **task):
+        return speeds[" + ".join(change["compile"] for change in changes)]
+
+    options = {f"group {name}": {name: {"compile": name}} for name in ("a", "b")}
+    found = search.search(run, options, alone={}, start=[], least_gain=least_gain)
+    return [change["compile"] for change in found]
+
+
+def test_an_option_has_to_bring_more_than_the_least_gain():
+    speeds = {"": 100.0, "a": 110.0, "b": 104.0, "a + b": 111.0}
+    assert searched(speeds, least_gain=0.02) == ["a"]
+    assert searched(speeds, least_gain=0.005) == ["a", "b"]
+
+
+def test_an_option_that_loses_a_little_alone_is_tried_beside_others_and_no_worse_one():
+    speeds = {"": 100.0, "a": 110.0, "b": 98.5, "a + b": 120.0}
+    assert searched(speeds, least_gain=0.0) == ["a", "b"]
+    assert searched(speeds | {"b": 97.0}, least_gain=0.0) == ["a"]
+
+
+def test_what_is_measured_alone_is_never_added():
+    calls = []
+
+    def run(name, *changes, **task):
+        calls.append((name, task))
+        return 100.0 + 10 * len(changes)
+
+    found = search.search(run, {}, {"z": {"compile": "none"}}, start=[BF16], least_gain=0.0)
+    assert found == [BF16]
+    assert [name for name, _ in calls] == ["base", "z", ", profiled"]
+    assert calls[-1][1] == {"profile": True}
+
+
+@pytest.mark.parametrize("words", [[], ["--tiny"]])
+def test_the_sets_of_a_command_line_take_the_place_of_a_search(words, monkeypatch, tmp_path):
+    made = []
+
+    def noted(arguments, lengths, shape):
+        made.append((lengths.tolist(), shape, Mock()))
+        return made[-1][-1]
+
+    monkeypatch.setattr(search, "Runner", noted)
+    (tmp_path / "lengths").write_text("30\n50\n")
+    sets = json.dumps({"x": [{"graph": False}], "y, profiled": []})
+    start = json.dumps([BF16])
+    words = ["--lengths", str(tmp_path / "lengths"), "--sets", sets, "--start", start, *words]
+    search.main(["bert", *words])
+    ((lengths, shape, run),) = made
+    assert lengths == [30, 50]
+    assert shape["num_hidden_layers"] == (2 if "--tiny" in words else 12)
+    assert shape["vocab_size"] == 30522
+    assert run.call_args_list == [
+        call("x", BF16, {"graph": False}),
+        call("y, profiled", BF16, profile=True),
+    ]
+
+
+# A step of a rival.
+
+
+def test_parts_are_compiled_as_they_are_asked_for(monkeypatch):
+    def compiled(how) -> list[str]:
+        names = []
+        model = gpt2.GPT2(like(LM), 0.0)
+        for name, module in (
+            ("model", model),
+            *((f"layer {i}", b) for i, b in enumerate(model.blocks)),
+        ):
+            monkeypatch.setattr(module, "compile", lambda name=name, **_: names.append(name))
+        monkeypatch.setattr(torch, "compile", lambda function, **_: names.append(function.__name__))
+        compile_parts(model, how, dynamic=False)
+        return names
+
+    assert compiled("none") == []
+    assert compiled("whole") == ["model"]
+    assert compiled("layers") == ["layer 0", "layer 1", "embed", "loss"]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_step_is_in_bf16_if_it_says_so_and_counts_itself(autocast):
+    seen = []
+
+    class Model(torch.nn.Linear):
+        def forward(self, x):
+            y = super().forward(x)
+            seen.append(y.dtype)
+            return y.float().mean()
+
+    model = Model(4, 4)
+    batch = [{"x": torch.ones(2, 4)}]
+    step = Step(model, adamw.PublicAdamW(model, 0.0), batch, autocast=autocast, graph=False)
+    step(batch)
+    step(batch)
+    assert step.steps == 2
+    assert seen == [torch.bfloat16 if autocast else torch.float32] * 2
+
+
+def test_a_step_keeps_inputs_of_its_own():
+    model = gpt2.GPT2(like(LM), 0.0)
+    data = search.Data("gpt2", LM, 2, 1, merged(PLAIN), None)
+    (batch,) = data.steps(1)
+    before = batch[0]["input_ids"].clone()
+    step = Step(model, adamw.PublicAdamW(model, 1e-3), batch, autocast=False, graph=False)
+    step([{name: torch.zeros_like(tensor) for name, tensor in batch[0].items()}])
+    assert torch.equal(batch[0]["input_ids"], before)
+
+
+# Processes, which are pretended.
+
+
+class Pretended:
+    """In place of multiprocessing's context: a process that says nothing and ends, or goes on."""
+
+    def __init__(self, ends: bool):
+        self.ends = ends
+        self.limits = []
+        self.process = Mock(pid=77)
+
+    def Pipe(self, duplex):
+        receiver = Mock()
+        receiver.poll = lambda limit_s: self.limits.append(limit_s) or self.ends
+        receiver.recv.side_effect = EOFError
+        return receiver, Mock()
+
+    def Process(self, **_):
+        return self.process
+
+
+@pytest.fixture
+def killed(monkeypatch):
+    """The groups of processes that were killed."""
+    groups = []
+    monkeypatch.setattr(processes.os, "killpg", lambda pid, signal: groups.append((pid, signal)))
+    return groups
+
+
+def measured_by(context, out, timeout_s, within_s=500.0) -> dict:
+    measurements = Measurements(dict, out, timeout_s, within_s, start_method="spawn")
+    measurements.context = context
+    return measurements({"name": "x"}, {})
+
+
+def test_a_process_that_ends_without_a_result_is_told_and_all_that_it_started_is_ended(
+    tmp_path, killed
+):
+    context = Pretended(ends=True)
+    assert measured_by(context, tmp_path / "out", 60.0) == {"error": "the process ended"}
+    assert killed == [(77, processes.signal.SIGKILL)]
+    context.process.kill.assert_called_once_with()
+    context.process.join.assert_called_once_with()
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "within_s", "least", "most"), [(60, 500, 60, 60), (60, 30, 25, 30)]
+)
+def test_a_measurement_takes_its_own_time_or_what_is_left_of_all(
+    timeout_s, within_s, least, most, tmp_path, killed
+):
+    context = Pretended(ends=False)
+    assert measured_by(context, tmp_path / "out", timeout_s, within_s) == {"error": "time is up"}
+    (limit,) = context.limits
+    assert least <= limit <= most
+
+
+def test_a_failure_is_sent_with_its_end_and_no_longer_than_a_line_holds(monkeypatch):
+    monkeypatch.setattr(processes.os, "setsid", lambda: None)
+
+    def fail(task):
+        raise ValueError("x" * 1000)
+
+    sender = Mock()
+    processes._send_result(fail, {}, sender)
+    (sent,) = sender.send.call_args.args
+    assert sent["error"] == ("ValueError: " + "x" * 1000)[:400]
+    assert 1 < len(sent["trace"]) <= 6
+
+
+# The search for the quickest Trainer.
+
+
+def test_samples_of_the_trainer_have_their_lengths_or_all_the_longest():
+    lengths = np.array([20, 384])
+    bare = search_trainer.Samples(lengths, padded=False, vocabulary=100)
+    padded = search_trainer.Samples(lengths, padded=True, vocabulary=100)
+    names = ("input_ids", "token_type_ids", "attention_mask")
+    assert [[len(sample[name]) for name in names] for sample in bare] == [[20] * 3, [384] * 3]
+    assert [[len(sample[name]) for name in names] for sample in padded] == [[384] * 3] * 2
+    sample = padded[0]
+    assert sample["input_ids"] == bare[0]["input_ids"] + [0] * 364
+    assert sample["attention_mask"] == [1] * 20 + [0] * 364
+    assert sample["token_type_ids"] == [0] * 14 + [1] * 6 + [0] * 364
+    assert set(bare[0]["input_ids"]) <= set(range(1, 100)), "0 pads"
+    assert 0 <= sample["start_positions"] <= sample["end_positions"] < 20
+
+
+@pytest.mark.parametrize(
+    ("multiple", "lengths", "width"), [(8, [20, 33], 40), (64, [64], 64), (64, [383], 384)]
+)
+def test_batches_of_the_trainer_are_as_long_as_their_longest_sample_in_multiples(
+    multiple, lengths, width
+):
+    samples = search_trainer.Samples(np.array(lengths), padded=False, vocabulary=100)
+    batch = search_trainer.Collator(multiple)(samples.samples)
+    assert batch["input_ids"].shape == (len(lengths), width)
+    assert batch["attention_mask"].sum(1).tolist() == lengths
+    assert batch["input_ids"][0, : lengths[0]].tolist() == samples[0]["input_ids"]
+    assert batch["end_positions"].tolist() == [sample["end_positions"] for sample in samples]
+
+
+def test_no_batch_of_the_trainer_is_longer_than_the_longest_sample_may_be():
+    samples = search_trainer.Samples(np.array([384]), padded=False, vocabulary=100)
+    assert search_trainer.Collator(100)(samples.samples)["input_ids"].shape == (1, 384)
+
+
+def test_the_trainers_clock_notes_the_end_of_the_warm_up_and_of_each_block():
+    clock = search_trainer.Clock(warm_up=2, block=3)
+    noted = []
+    for step in range(1, 12):
+        before = len(clock.times)
+        clock.on_step_end(None, SimpleNamespace(global_step=step), None)
+        noted += [step] * (len(clock.times) - before)
+    assert noted == [2, 5, 8, 11]
+
+
+def test_the_sets_of_the_trainers_options_are_all_there_are():
+    sets = search_trainer.all_sets()
+    assert sets[0] is None
+    assert len(sets) == 1 + 2**4
+    assert len({search_trainer.name_of(options) for options in sets}) == len(sets)
+
+
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        (None, "as it comes"),
+        ([], "none of the four"),
+        (["workers", "grouped"], "workers + grouped"),
+    ],
+)
+def test_a_set_of_the_trainers_options_has_a_name(options, name):
+    assert search_trainer.name_of(options) == name
+
+
+class PretendedTrainer:
+    """A Trainer whose steps take 0.1 s, but those of its first timed block, which take 1 s."""
+
+    def __init__(self, model, args, train_dataset, data_collator, callbacks):
+        self.args = args
+        self.clock = callbacks[0]
+        PretendedTrainer.made.append((args, train_dataset, data_collator))
+
+    def train(self):
+        blocks = (self.args.max_steps - self.clock.warm_up) // self.clock.block
+        steps = [
+            0,
+            10.0 * self.clock.block / 10,
+            *(0.1 * self.clock.block for _ in range(blocks - 1)),
+        ]
+        self.clock.times = list(itertools.accumulate(steps))
+        return SimpleNamespace(training_loss=1.23456)
+
+
+def measure_trainer(options, monkeypatch) -> tuple:
+    """Return the figures of a set of options, and what its Trainer was made with."""
+    monkeypatch.setattr(search_trainer, "Trainer", PretendedTrainer)
+    monkeypatch.setattr(search_trainer.multiprocessing, "set_start_method", lambda *_, **__: None)
+    PretendedTrainer.made = []
+    task = {"size": 16, "warm_up": 2, "block": 5, "blocks": 3}
+    task |= {"lengths": np.array([20, 30]), "options": options, "config": search_trainer.TINY}
+    return search_trainer.measure(task), *PretendedTrainer.made[0]
+
+
+def test_figures_of_the_trainer_are_of_its_median_block(monkeypatch):
+    figures, arguments, *_ = measure_trainer([], monkeypatch)
+    assert figures["ms_blocks"] == [1000.0, 100.0, 100.0]
+    assert figures["ms"] == 100.0
+    assert figures["samples_s"] == 160.0
+    assert figures["loss"] == 1.2346
+    assert arguments.max_steps == 2 + 3 * 5
+    assert arguments.per_device_train_batch_size == 16
+
+
+def test_the_trainer_as_it_comes_is_in_fp32_and_pads_every_sample_to_the_longest(monkeypatch):
+    _, arguments, samples, collator = measure_trainer(None, monkeypatch)
+    assert not arguments.bf16
+    assert len(samples[0]["input_ids"]) == search_trainer.MAX_LENGTH
+    assert collator is search_trainer.default_data_collator
+
+
+@pytest.mark.parametrize(("options", "multiple"), [([], 8), (["few lengths"], 64)])
+def test_a_tuned_trainer_is_in_bf16_and_pads_to_the_longest_of_a_batch(
+    options, multiple, monkeypatch
+):
+    _, arguments, samples, collator = measure_trainer(options, monkeypatch)
+    assert arguments.bf16
+    assert arguments.optim == "adamw_torch_fused"
+    assert len(samples[0]["input_ids"]) == 20
+    assert collator.multiple == multiple

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -22,9 +23,19 @@ from qa_lib.__main__ import main
 from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.errors import UserError
 from qa_lib.model.build import build_model, save_model
-from qa_lib.model.hf_checkpoint import INDEX, SUMS, find_folder, write_digests
-from qa_lib.model.load import check_tokenizer
+from qa_lib.model.hf_checkpoint import (
+    INDEX,
+    QUANTIZED,
+    SUMS,
+    find_folder,
+    inspect_checkpoint,
+    inspect_source,
+    replacing,
+    write_digests,
+)
+from qa_lib.model.load import _check_names, as_user_error, check_tokenizer, read_config
 from qa_lib.run.identity import identify_model
 from qa_lib.score import predict
 from qa_lib.score.decode import decode
@@ -586,3 +597,161 @@ def test_a_forward_pass_has_more_tokens_where_much_memory_is_free(free, tokens, 
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda _: (free, 2**37))
     assert tokens_at_once("cuda") == tokens
     assert tokens_at_once("cpu") == 16_384
+
+
+# What a folder holds, and what a model takes of it.
+
+
+def test_a_file_that_changes_after_it_was_checked_is_checked_again(folder):
+    """In one process, which keeps the digests of files that have not changed."""
+    write_digests(folder)
+    inspect_checkpoint(folder)
+    time.sleep(0.05)  # or the times of both changes may be equal
+    flip_a_bit(folder / "model.safetensors")
+    refused("'model.safetensors' is not the file that was saved", inspect_checkpoint, folder)
+
+
+def test_digests_are_of_every_file_but_their_own_list(folder):
+    for _ in range(2):
+        write_digests(folder)
+    names = {line.split("  ")[1] for line in (folder / SUMS).read_text().splitlines()}
+    assert names == {path.name for path in folder.iterdir()} - {SUMS}
+
+
+def test_a_runs_folder_stands_for_the_model_in_it(folder):
+    assert find_folder(folder.parent) == folder
+    (folder.parent / "config.json").touch()  # and so is a model itself
+    assert find_folder(folder.parent) == folder.parent
+
+
+def test_weights_are_taken_from_one_file_before_an_index_and_quantized_ones_first(folder):
+    write(folder / INDEX, {"weight_map": {"x": "../outside.safetensors"}})
+    assert inspect_checkpoint(folder).weights == [folder / "model.safetensors"]
+    (folder / QUANTIZED).touch()
+    assert inspect_checkpoint(folder).weights == [folder / QUANTIZED]
+
+
+@pytest.mark.parametrize(
+    "index", [[], {}, {"weight_map": []}, {"weight_map": {"x": "a/b.safetensors"}}], ids=repr
+)
+def test_an_index_that_names_no_file_of_its_folder_is_refused(index, folder):
+    (folder / "model.safetensors").unlink()
+    write(folder / INDEX, index)
+    refused("names .*, which is no safetensors file of this folder", inspect_checkpoint, folder)
+
+
+def test_parts_of_weights_are_each_named_once_and_in_order(folder):
+    for name in ("b.safetensors", "a.safetensors"):
+        (folder / name).touch()
+    (folder / "model.safetensors").unlink()
+    weight_map = {"x": "b.safetensors", "y": "a.safetensors", "z": "b.safetensors"}
+    write(folder / INDEX, {"weight_map": weight_map})
+    names = [path.name for path in inspect_checkpoint(folder).weights]
+    assert names == ["a.safetensors", "b.safetensors"]
+
+
+def test_nothing_is_left_beside_a_model_that_was_replaced(tmp_path):
+    for content in ("old", "new"):
+        with replacing(tmp_path / "model") as work:
+            (work / "config.json").write_text(content)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "config.json").read_text() == "new"
+    assert (tmp_path / "model" / SUMS).exists()
+
+
+@pytest.mark.parametrize("source", ["tiny", "gpt2:L2H64", "someone/model"])
+def test_what_names_no_folder_is_not_inspected(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert inspect_source(source) is None
+
+
+def test_how_a_model_is_called_is_not_for_its_config_to_say(folder):
+    config(return_dict=False, chunk_size_feed_forward=7, num_labels=5)(folder)
+    found = read_config(folder)
+    assert (found.return_dict, found.chunk_size_feed_forward, found.num_labels) == (True, 0, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16], ids=str)
+def test_weights_may_be_floating_point_numbers_of_any_size(dtype, folder):
+    weights(lambda found: {name: tensor.to(dtype) for name, tensor in found.items()})(folder)
+    load_qa_model(folder)
+
+
+# Names of weights beside a model's own; the first are left out without a word.
+LEFT_BY_PRETRAINING = [
+    "cls.predictions.bias",
+    "bert.pooler.dense.weight",
+    "lm_head.bias",
+    "bert.embeddings.position_ids",
+    "generator_lm_head.bias",
+    "vocab_projector.bias",
+    "decoder.weight",
+    "h.0.attn.masked_bias",
+    "discriminator_predictions.dense.weight",
+    "generator_predictions.dense.weight",
+    "vocab_transform.weight",
+    "vocab_layer_norm.weight",
+]
+
+
+def test_what_pretraining_and_older_versions_have_left_is_left_out_without_a_word(model, caplog):
+    _check_names("folder", model, False, set(), set(LEFT_BY_PRETRAINING))
+    assert not caplog.messages
+
+
+def test_weights_of_no_part_are_counted_and_the_first_is_named(model, caplog):
+    _check_names("folder", model, False, set(), {"zoo.a", "foo.pooler_", "cls.x"})
+    (said,) = caplog.messages
+    assert said.startswith("folder: 2 weights are of no use here")
+    assert said.endswith("such as foo.pooler_")
+
+
+@pytest.mark.parametrize("name", ["bert.encoder.other", "qa_outputs.other", "x.lora_A.weight"])
+def test_weights_that_would_change_what_a_model_computes_are_refused(name, model):
+    said = f"folder: the weights have {name}, for which a BertForQuestionAnswering has no place"
+    refused(said, _check_names, "folder", model, True, set(), {name})
+
+
+def test_only_a_new_head_may_be_left_random(model):
+    _check_names("folder", model, True, {"qa_outputs.weight"}, set())
+    lacking = "bert.embeddings.LayerNorm.bias"
+    for new_head, name in ((False, "qa_outputs.weight"), (True, lacking)):
+        said = f"the weights lack {name}, which would be left random"
+        refused(said, _check_names, "folder", model, new_head, {name}, set())
+
+
+def fitting(tokens, model_type="bert", names=("token_type_ids",), pad=0, **more):
+    """Check a tokenizer of so many tokens and a model of ten against each other."""
+    vocabulary = {f"token {number}": number for number in range(tokens)}
+    tokenizer = SimpleNamespace(
+        get_vocab=lambda: vocabulary, model_input_names=names, pad_token_id=pad
+    )
+    values = {"model_type": model_type, "vocab_size": 10, "type_vocab_size": 2, "pad_token_id": 0}
+    config = SimpleNamespace(**values | more)
+    check_tokenizer("folder", tokenizer, SimpleNamespace(config=config))
+
+
+def test_a_tokenizer_has_as_many_tokens_as_its_model_or_fewer():
+    for tokens in (0, 9, 10):
+        fitting(tokens)
+    refused("folder: 11 tokens in the tokenizer, 10 in the model", fitting, 11)
+
+
+def test_a_tokenizer_without_token_types_fits_a_model_of_one():
+    fitting(10, names=(), type_vocab_size=1)
+    refused("the model has one token type", fitting, 10, type_vocab_size=1)
+
+
+def test_a_tokenizer_pads_as_its_encoder_does_and_a_decoders_as_it_likes():
+    fitting(10, model_type="gpt2", pad=None, pad_token_id=7)
+    said = "the tokenizer pads with token None, pad_token_id in config.json is 0"
+    refused(said, fitting, 10, pad=None)
+
+
+def test_whatever_a_library_raises_is_a_line_that_names_the_folder():
+    def load(error):
+        with as_user_error("folder"):
+            raise error
+
+    refused("^folder: cannot be loaded: first$", load, ValueError("first\nsecond"))
+    refused("^own line$", load, UserError("own line"))

@@ -1,5 +1,7 @@
 """Profiles: a trace's events to phases and parts, Nsight Compute's pages, and a whole profile."""
 
+import gzip
+import json
 from unittest.mock import Mock
 
 import pytest
@@ -242,3 +244,171 @@ def test_a_profile_that_is_no_json_is_refused(tmp_path):
 def test_a_profile_of_another_schema_is_refused(tmp_path):
     write(tmp_path / "profile.json", {"schema": "other"})
     refused("schema 'other' is not known", Run({}, tmp_path).profile)
+
+
+# What traces hold beside the usual.
+
+
+def in_one_step(*events) -> list[dict]:
+    """A trace of a step of 4,000 us with these events."""
+    return [cpu("ProfilerStep#5", 0, 4000, cat="user_annotation"), *events]
+
+
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        ("Optimizer.step#AdamW.step", "optimizer"),
+        ("autograd::engine::evaluate_function: MmBackward0", "backward"),
+    ],
+)
+def test_without_ranges_of_ours_phases_are_those_that_pytorch_names(name, phase):
+    named = cpu(name, 1000, 500)
+    events = [*launched("gemm", 100, 10, 90, 1), *launched("gemm", 1200, 10, 1100, 2)]
+    work = trace.work(in_one_step(named, *events), WIDTHS)
+    assert work["phase"].tolist() == ["forward", phase]
+
+
+def test_what_processes_do_between_backward_pass_and_update_counts_as_the_update():
+    reduce = cpu("reduce", 1000, 500, cat="user_annotation")
+    work = trace.work(in_one_step(reduce, *launched("nccl", 1200, 10, 1100, 2)), WIDTHS)
+    assert work[["phase", "part"]].to_numpy().tolist() == [["optimizer", "optimizer"]]
+
+
+def test_work_is_left_out_before_after_and_between_steps_and_without_its_launch():
+    events = [cpu("ProfilerStep#5", 1000, 1000, cat="user_annotation")]
+    events += [cpu("ProfilerStep#6", 3000, 1000, cat="user_annotation")]
+    for number, at in enumerate((900, 1000, 1999, 2000, 3500, 4000)):
+        events += launched(f"at {at}", at + 50, 10, at, number)
+    _, without_launch = launched("unknown", 1500, 10, 1500, 99)
+    work = trace.work([*events, without_launch], WIDTHS)
+    assert list(zip(work["name"], work["step"], strict=True)) == [
+        ("at 1000", 0),
+        ("at 1999", 0),
+        ("at 3500", 1),
+    ]
+
+
+def test_what_a_lookup_calls_counts_as_embeddings():
+    events = [cpu("aten::embedding", 100, 50), cpu("aten::index_select", 110, 20)]
+    work = trace.work(in_one_step(*events), WIDTHS)
+    assert work["part"].tolist() == ["embeddings", "embeddings"]
+
+
+def test_operators_of_two_threads_do_not_call_each_other():
+    backward = cpu("aten::mm", 150, 200) | {"tid": 2}
+    work = trace.work(in_one_step(cpu("aten::linear", 100, 300), backward), WIDTHS)
+    assert work["ms"].tolist() == pytest.approx([0.3, 0.2])
+
+
+def test_an_operator_that_follows_another_is_not_called_by_it():
+    events = [cpu("aten::add", 100, 50), cpu("aten::mul", 150, 30)]
+    work = trace.work(in_one_step(*events), WIDTHS)
+    assert work["ms"].tolist() == pytest.approx([0.05, 0.03])
+
+
+def test_an_operator_takes_no_less_than_no_time():
+    events = [cpu("aten::add", 100, 50), cpu("aten::mul", 140, 70)]
+    work = trace.work(in_one_step(*events), WIDTHS)
+    assert work["ms"].tolist() == pytest.approx([0.0, 0.07])
+
+
+def test_shapes_are_those_of_inputs_that_are_tensors():
+    op = {"args": {"Input Dims": [[2, 3], [], [[4, 5], [6]], [7]]}}
+    assert trace._sizes(op) == [(2, 3), (7,)]
+    assert trace._sizes({}) == []
+
+
+MORE_PARTS = [
+    ("softmax_warp_forward", "aten::_log_softmax", [(8, 384)], "forward", "loss"),
+    ("softmax_warp_forward", "aten::_softmax", [(8, 384)], "forward", "attention"),
+    ("Memset (Device)", "aten::zero_", [], "forward", "copies"),
+    ("aten::linear", "aten::linear", [(64, HIDDEN), (WIDE, HIDDEN)], "forward", "feed-forward"),
+    ("aten::add", "aten::add", [(64, WIDE)], "backward", "norms and elementwise"),
+]
+
+
+@pytest.mark.parametrize(("kernel", "op", "sizes", "phase", "part"), MORE_PARTS)
+def test_more_kernels_have_their_parts(kernel, op, sizes, phase, part):
+    assert trace.part_of(kernel, op, sizes, phase, WIDTHS) == part
+
+
+def test_a_summary_lists_the_heaviest_kernels_with_their_means(monkeypatch):
+    monkeypatch.setattr(trace, "KERNELS_LISTED", 2)
+    monkeypatch.setattr(trace, "KERNEL_NAME_LENGTH", 6)
+    events = gpu_trace()
+    events += launched("norm_kernel", 1500, 50, 46, 97)  # a second time in one of the two steps
+    events += launched("heaviest", 1600, 500, 47, 98)
+    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=0.1)
+    heaviest, norm = summary["kernels"]
+    assert heaviest["name"] == "heavie"
+    assert [heaviest["ms"], heaviest["count"]] == pytest.approx([0.25, 0.5])
+    assert norm["name"] == "norm_k"
+    assert [norm["ms"], norm["count"]] == pytest.approx([0.125, 1.5])
+    assert (norm["phase"], norm["part"]) == ("forward", "norms and elementwise")
+    assert summary["step_ms"] == 0.1
+    assert summary["busy_share"] == 1.0, "no more than all of the time"
+
+
+def test_launches_outside_of_steps_are_not_counted():
+    events = [*gpu_trace(), *launched("late", 90_000, 10, 80_000, 99)]
+    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=0.5)
+    assert summary["launches_per_step"] == 4
+
+
+def test_a_summary_of_a_cpu_counts_no_launches():
+    events = in_one_step(cpu("aten::mm", 100, 50))
+    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=1.0)
+    assert summary["launches_per_step"] is summary["kernels_per_step"] is None
+    assert summary["busy_share"] == pytest.approx(0.05)
+
+
+def test_a_replayed_kernel_without_a_counterpart_keeps_its_part_and_comes_first_in_the_forward():
+    known = trace.work(gpu_trace(), WIDTHS)
+    events = in_one_step()
+    for index, name in enumerate(["unknown flash", *known["name"][:4]]):
+        events += launched(name, 1000 + 100 * index, 50, 100, 1, runtime="cudaGraphLaunch")
+    labelled = trace.label_like(trace.work(events, WIDTHS), known)
+    assert labelled["phase"].tolist() == ["forward", *known["phase"][:4]]
+    assert labelled["part"].tolist() == ["attention", *known["part"][:4]]
+
+
+class Profiler:
+    """A profiler of nothing, which notes the steps and what schedule it was given."""
+
+    def __init__(self, activities, schedule):
+        self.schedule = schedule
+        self.steps = 0
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        return None
+
+    def step(self):
+        self.steps += 1
+
+    def export_chrome_trace(self, path):
+        """Write a trace in which each profiled step computes 300 us and communicates 600 us."""
+        events = [
+            {"cat": "kernel", "name": name, "ts": 0, "dur": us * trace.OVERLAP_STEPS}
+            for name, us in (("gemm", 300), ("ncclAllReduce", 900))
+        ]
+        with gzip.open(path, "wt") as file:
+            json.dump({"traceEvents": events}, file)
+
+
+def test_the_overlap_is_the_mean_of_steps_after_one_to_warm_up(monkeypatch):
+    monkeypatch.setattr(torch.profiler, "profile", Profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    step = Mock()
+    found = trace.overlap(step, Mock(type="cuda"))
+    assert found == pytest.approx({"busy_ms": 0.3, "exposed_ms": 0.6})
+    assert step.call_count == 1 + trace.OVERLAP_STEPS
+
+
+def test_on_a_cpu_there_is_no_overlap():
+    step = Mock()
+    found = trace.overlap(step, torch.device("cpu"))
+    assert found == {"busy_ms": None, "exposed_ms": None}
+    step.assert_not_called()

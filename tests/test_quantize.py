@@ -17,9 +17,18 @@ from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2L
 
 from qa_lib.lab.app.choices import named, offered
 from qa_lib.lab.tools.quantize import quantize_run
+from qa_lib.model import qat
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.hf_checkpoint import QUANTIZED, SUMS
-from qa_lib.model.qat import WIDTHS, _pack, _unpack, is_rounding, quantize
+from qa_lib.model.qat import (
+    WIDTHS,
+    _pack,
+    _unpack,
+    fill_quantized,
+    is_rounding,
+    quantize,
+    save_quantized,
+)
 from qa_lib.records.record import SCORING, RunTaken, lock, read_document, read_record
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 from qa_lib.run.fit import fit
@@ -333,3 +342,99 @@ def test_a_second_time_gives_a_model_that_can_be_used(again):
 def test_a_run_that_is_at_work_is_not_quantized(run):
     with lock(run), pytest.raises(RunTaken):
         quantize_run(run, "int8", say=quiet)
+
+
+# Files of quantized models, without torchao.
+
+
+class Rounded:
+    """A quantized model of one layer, in the parts that torchao makes."""
+
+    def __init__(self, width, seed):
+        torch.manual_seed(seed)
+        low, high = {"int8": (-128, 128), "int4": (-8, 8)}[width]
+        qdata = torch.randint(low, high, (3, 64), dtype=torch.int8)
+        weight = SimpleNamespace(qdata=qdata, scale=torch.rand(3, 2))
+        self.parts = {"weight": weight, "bias": torch.rand(3)}
+        self.config = SimpleNamespace(quantized=width, save_pretrained=quiet)
+
+    def state_dict(self):
+        return self.parts
+
+    def tensors(self):
+        weight = self.parts["weight"]
+        return [weight.qdata, weight.scale, self.parts["bias"]]
+
+
+TOKENIZER = SimpleNamespace(save_pretrained=quiet)
+
+
+@pytest.fixture
+def rounded_folder(width, tmp_path):
+    save_quantized(Rounded(width, seed=0), TOKENIZER, tmp_path / "model")
+    return tmp_path / "model"
+
+
+def test_whole_numbers_and_scales_come_back_as_they_were_saved(width, rounded_folder):
+    other = Rounded(width, seed=1)
+    fill_quantized(other, rounded_folder)
+    assert all(map(torch.equal, other.tensors(), Rounded(width, seed=0).tensors()))
+
+
+def test_whole_numbers_of_4_bits_take_half_a_byte(width, rounded_folder):
+    stored = load_file(rounded_folder / QUANTIZED)
+    assert stored["weight.qdata"].nbytes == 3 * 64 * {"int8": 8, "int4": 4}[width] // 8
+
+
+SPOILT = {
+    "has no bias of": lambda stored: stored.pop("bias"),
+    "has more, which": lambda stored: stored.update(more=torch.ones(1)),
+    r"has no weight\.scale of \[3, 2\]": lambda s: s.update({"weight.scale": torch.ones(3, 1)}),
+    r"has no bias of \[3\] in torch\.float32": lambda s: s.update(bias=torch.ones(3).half()),
+}
+
+
+@pytest.mark.parametrize("said", SPOILT)
+def test_a_file_of_other_tensors_is_refused(said, rounded_folder, width):
+    stored = load_file(rounded_folder / QUANTIZED)
+    SPOILT[said](stored)
+    save_file(stored, rounded_folder / QUANTIZED)
+    refused(f"model: {QUANTIZED} {said}", fill_quantized, Rounded(width, seed=1), rounded_folder)
+
+
+def test_an_older_torchao_is_told_with_the_version_that_is_needed(monkeypatch):
+    quantization = SimpleNamespace(qat=None)
+    modules = {
+        "torchao": SimpleNamespace(quantization=quantization),
+        "torchao.quantization": quantization,
+        "torchao.quantization.qat": quantization,
+    }
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(qat, "version_of", lambda _: "0.1")
+    monkeypatch.setattr(qat, "is_torchao_usable", lambda: False)
+    refused(f"need torchao {qat.TORCHAO} or newer, here 0.1: pip install -U torchao", qat._torchao)
+    monkeypatch.setattr(qat, "is_torchao_usable", lambda: True)
+    assert qat._torchao() is quantization
+
+
+def bert_of(hidden: int) -> BertForQuestionAnswering:
+    config = BertConfig(
+        hidden_size=hidden,
+        num_attention_heads=1,
+        num_hidden_layers=2,
+        intermediate_size=64,
+        vocab_size=40,
+    )
+    return BertForQuestionAnswering(config)
+
+
+def test_every_layer_is_rounded_where_its_inputs_are_multiples_of_a_group(monkeypatch):
+    rounded = []
+    monkeypatch.setattr(
+        qat, "_torchao", lambda: SimpleNamespace(quantize_=lambda layer, _: rounded.append(layer))
+    )
+    model = bert_of(32)
+    qat._quantize_layers(model, None)
+    assert rounded == list(model.bert.encoder.layer)
+    refused("a linear layer of 48 inputs .* groups of 32", qat._quantize_layers, bert_of(48), None)

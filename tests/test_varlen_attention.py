@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
@@ -215,6 +216,12 @@ def test_half_of_the_scores_may_be_dropped_and_none():
     assert kept(3, rate=0.0).all()
 
 
+@pytest.mark.parametrize(("rate", "bytes_"), [(0.0, 0), (0.1, 26), (0.5, 128)])
+def test_a_rate_is_the_nearest_share_of_bytes_and_what_is_kept_makes_up_for_that(rate, bytes_):
+    assert varlen._threshold(rate) == bytes_
+    assert varlen._dropout_scale(rate) == 256 / (256 - bytes_)
+
+
 DISTANCES = [
     *((0, distance) for distance in (1, 2)),  # of seeds
     *((1, distance) for distance in (1, 2)),  # of heads
@@ -316,3 +323,140 @@ def test_a_width_that_it_does_not_take_is_told():
     model = build_model(varlen_spec())
     model.config.num_attention_heads = 64
     refused("power of 2, 16 or more, and not 1", use_varlen_attention, model)
+
+
+# What surrounds the kernels, with plain PyTorch in their place.
+
+
+def covers(programs: int, tile: int, size: int) -> bool:
+    """Whether so many programs have all elements, and none of them nothing to do."""
+    return (programs - 1) * tile < size <= programs * tile
+
+
+LONGEST = 70
+
+
+class InPyTorch:
+    """Plain PyTorch in place of the kernels, which gets the arguments that they would."""
+
+    def __init__(self, qkv, cu_seqlens, seed, threshold, CAUSAL, HEADS, WIDTH, **_):
+        assert qkv.shape[1:] == (3, HEADS, WIDTH)
+        self.parts = qkv.permute(1, 2, 0, 3)
+        segment = varlen.segment_of(cu_seqlens, len(qkv))
+        self.seen = segment[:, None] == segment
+        if CAUSAL:
+            self.seen = self.seen.tril()
+        places = torch.arange(len(qkv), dtype=torch.int32) - cu_seqlens[segment]
+        self.kept = varlen._dropout_mask(places, HEADS, seed, threshold / 256)
+
+    def scores(self, scale):
+        query, key, _ = self.parts
+        return (query @ key.mT * scale).masked_fill(~self.seen, -torch.inf)
+
+    @staticmethod
+    def forward(grid, output, logsumexp, scale, kept_scale, **a) -> None:
+        self = InPyTorch(**a)
+        blocks, heads, segments = grid
+        assert covers(blocks, a["QUERIES"], LONGEST)
+        assert (heads, segments) == (a["HEADS"], len(a["cu_seqlens"]) - 1)
+        scores = self.scores(scale)
+        logsumexp.copy_(torch.exp2(scores).sum(-1).log2())
+        p = torch.exp2(scores - logsumexp[:, :, None])
+        if a["DROPS"]:
+            p = p * self.kept * kept_scale
+        output.copy_((p @ self.parts[2]).transpose(0, 1))
+
+    @staticmethod
+    def delta(grid, grad, output, delta, tokens, HEADS, TOKENS, **_) -> None:
+        assert covers(grid[0], TOKENS, tokens)
+        assert grid[1] == HEADS
+        delta.copy_((grad * output).sum(-1).T)
+
+    @staticmethod
+    def backward(grid, grad, delta, logsumexp, qkv_grad, partials, scale, kept_scale, **a) -> None:
+        self = InPyTorch(**a)
+        blocks, heads, segments = grid
+        assert covers(blocks, a["BLOCK"], LONGEST)
+        assert (heads, segments) == (a["HEADS"], len(a["cu_seqlens"]) - 1)
+        query, key, value = self.parts
+        p = torch.exp2(self.scores(scale * math.log2(math.e)) - logsumexp[:, :, None])
+        kept = self.kept * kept_scale if a["DROPS"] else 1.0
+        output_grad = grad.transpose(0, 1)
+        slope = p * (output_grad @ value.mT * kept - delta[:, :, None]) * scale
+        grads = (slope @ key, slope.mT @ query, (p * kept).mT @ output_grad)
+        qkv_grad.copy_(torch.stack(grads).permute(2, 0, 1, 3))
+        if a["SUMS"]:
+            assert len(partials) == blocks * segments
+            partials[1:] = 0.0
+            partials[0] = qkv_grad.sum(0).flatten()
+
+
+@pytest.fixture
+def kernels_in_pytorch(monkeypatch):
+    in_pytorch = {
+        varlen.varlen_attention_forward: InPyTorch.forward,
+        varlen.delta_kernel: InPyTorch.delta,
+        varlen.varlen_attention_backward: InPyTorch.backward,
+    }
+
+    def launch(kernel, grid, /, **arguments):
+        in_pytorch[kernel](grid, **arguments)
+
+    monkeypatch.setattr(varlen, "launch", launch)
+    monkeypatch.setattr(varlen, "sum_partials", lambda partials, dtype: partials.sum(0).to(dtype))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.25])
+def test_what_surrounds_the_kernels_gives_attention_and_its_gradients(
+    dropout, causal, kernels_in_pytorch
+):
+    qkv, grad, cu_seqlens, seed = drawn([5, 0, 9], heads=3)
+    cu_seqlens, seed = cu_seqlens.cpu(), seed.cpu()
+    kernel = by_kernel(cu_seqlens, seed, dropout, LONGEST, causal)
+    plain = by_plain(cu_seqlens, seed, dropout, causal)
+    close_to_plain(kernel, plain, with_bias(qkv.cpu()), [grad.cpu()], 1e-5)
+
+
+def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorch):
+    qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
+    rest = (cu_seqlens, seed, LONGEST, 0.25, SCALE)
+
+    def gradient_with(bias):
+        leaf = qkv.clone().requires_grad_()
+        output, _ = varlen._attention(leaf, bias, *rest)
+        output.backward(grad)
+        return leaf.grad
+
+    frozen = torch.zeros(qkv[0].numel())
+    assert torch.equal(gradient_with(frozen), gradient_with(None))
+    assert frozen.grad is None
+
+
+# A model's own rates.
+
+
+def test_attentions_dropout_keeps_the_models_rate():
+    model = build_model(varlen_spec())
+    rates = []
+    for layer, rate in zip(layers_of(model), (0.3, 0.0), strict=True):
+        dropout = layer.attention.self.dropout
+        dropout.p = rate
+        rates.append(rate)
+    use_varlen_attention(model)
+    assert [module.p for module in attention_dropouts(model)] == rates
+
+
+@pytest.mark.parametrize("attention", ["triton-varlen", "block-diagonal"])
+def test_out_of_training_fused_projections_drop_nothing(attention):
+    model, packed, inputs = encoder_with(attention, "fused", folder=None)
+    for module in model.modules():
+        if hasattr(module, "p"):
+            module.p = 0.5
+    packed.eval()
+    assert packed(**inputs).loss == packed(**inputs).loss
+    renew(model)
+    loss = packed(**inputs).loss
+    renew(model)
+    assert packed(**inputs).loss == loss
+    assert packed.train()(**inputs).loss != loss
