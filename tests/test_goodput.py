@@ -142,6 +142,37 @@ def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):
     assert ranks.stats.noise(steps=1) == Noise()
 
 
+@pytest.mark.parametrize(("precision", "is_known"), [("fp32", True), ("fp16", False)])
+def test_gradients_with_the_scale_of_the_loss_say_nothing_of_noise(precision, is_known, ranks):
+    strategy = OneBucketDDP(torch.nn.Linear(3, 1), ranks, Settings(precision=precision))
+    strategy.local_square_norm = torch.tensor(9.0)
+    strategy.global_norm(torch.tensor(2.0))
+    assert ranks.stats.norms.any() == is_known
+
+
+def test_norms_are_noted_once(ranks):
+    strategy = OneBucketDDP(torch.nn.Linear(3, 1), ranks, Settings(precision="fp32"))
+    strategy.local_square_norm = torch.tensor(9.0)
+    strategy.global_norm(torch.tensor(2.0))
+    noted = ranks.stats.norms.clone()
+    strategy.global_norm(torch.tensor(2.0))
+    assert torch.equal(ranks.stats.norms, noted)
+
+
+# How long a stage of a pipeline computes.
+
+
+def test_a_stages_times_are_means_over_its_steps(ranks):
+    """It computes in laps: for 3 s of 5 in one step, and for 1 s of 2 in another."""
+    ranks.stats.waits.append(([(0.0, 1.0), (2.0, 4.0)], (0.0, 5.0)))
+    ranks.stats.waits.append(([(6.0, 7.0)], (6.0, 8.0)))
+    assert ranks.stats.pipelined() == (2.0, 3.5)
+
+
+def test_without_a_pipeline_there_are_no_times_of_stages(ranks):
+    assert ranks.stats.pipelined() is None
+
+
 # What communication costs a step.
 
 

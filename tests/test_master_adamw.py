@@ -432,6 +432,12 @@ def test_random_bits_are_a_function_of_step_and_element():
     assert all(map(torch.equal, drawn(value), drawn(value)))
 
 
+def test_no_two_elements_of_an_optimizer_have_the_same_number():
+    parameters = [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (10, 5, 3)]
+    states = optimizer_of(parameters).state.values()
+    assert [state["first"].item() for state in states] == [0, 10, 15]
+
+
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
     """As in fp32, on average; rounded to nearest it would keep the value that it had."""
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
