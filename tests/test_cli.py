@@ -459,3 +459,29 @@ def test_run_prints_what_was_measured_and_where_the_record_is(monkeypatch, tmp_p
     result, path = typed("run A1 --preset smoke").splitlines()
     assert result == "A1: ok, F1 81.50, never answering 90.00"
     assert re.fullmatch(r"runs/[a-z0-9-]+/A1-s0-[0-9a-f]{6}/record\.json", path)
+
+
+@pytest.mark.parametrize(
+    ("f1", "never", "said"),
+    [
+        (81.5, 50.0, "A1: ok, samples/s 80.25, F1 81.50"),
+        (50.0, 50.0, "A1: ok, samples/s 80.25, F1 50.00"),
+        (49.99, 50.0, "A1: ok, samples/s 80.25, F1 49.99, never answering 50.00"),
+        (None, 50.0, "A1: ok, samples/s 80.25"),
+    ],
+)
+def test_a_run_is_summed_up_in_a_line(f1, never, said):
+    record = {
+        "spec": {"variant": "A1"},
+        "status": "ok",
+        "speed": {"samples_per_s": 80.25},
+        "task": {"metric": "f1", "label": "F1"},
+        "quality": {"f1": f1, "always_null_f1": never},
+    }
+    assert run.summary_of(record) == said
+
+
+def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "fit", lambda spec, *_, **__: new_record(spec, {}))
+    assert typed("run A1 --preset smoke") == ""
