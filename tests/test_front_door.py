@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import pandas as pd
 import psutil
 import pytest
 
@@ -134,11 +135,12 @@ def reference_runs(tmp_path_factory):
 
 
 @pytest.fixture
-def quickstart_here(tmp_path, reference_runs, monkeypatch):
+def quickstart_here(tmp_path, monkeypatch):
     """Runs quickstart on two runs that end so, without training; its exit code, and the summary."""
 
     pool = Mock(submit=lambda call, *words: Mock(result=lambda: call(*words)))
 
+    speeds = pd.DataFrame({"samples_per_s": [200.0, 300.0], "ratio": [1.0, 1.5]})
     swept = []
 
     def sweep(specs, launcher):
@@ -158,7 +160,7 @@ def quickstart_here(tmp_path, reference_runs, monkeypatch):
         "check_runner": lambda: None,
         "_probe": lambda: (Machine(), {}),
         "sweep": sweep,
-        "load_runs": lambda folder: reference_runs,
+        "_reference_speeds": lambda variants: ("GPU", speeds),
         "_answer": lambda folder: f"the answer of {folder.parent.name}",
         "_peaks_on_a_t4": lambda variants: dict.fromkeys(variants, 1536.0),
     }
@@ -184,9 +186,9 @@ def test_a_quickstart_sums_up_its_runs_and_begins_the_longest_first(quickstart_h
     assert quickstart_here.swept == [(["A2", "A0"], True, notebook_command)]
     summary = (quickstart_here.folder / "quickstart.txt").read_text()
     assert capsys.readouterr().out.endswith(summary)
-    rows = [line.split()[:5] for line in summary.splitlines()]
-    assert ["A0", "90.00", "25.0", "%", "1.50"] in rows
-    assert ["A2", "99.50", "25.0", "%", "1.50"] in rows
+    rows = [line.split() for line in summary.splitlines()]
+    assert ["A0", "90.00", "25.0", "%", "1.50", "200", "×1.00"] in rows
+    assert ["A2", "99.50", "25.0", "%", "1.50", "300", "×1.50"] in rows
     assert "the answer of A2-s0-" in summary
 
 
