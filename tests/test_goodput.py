@@ -11,7 +11,7 @@ from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.schema import Noise
 from qa_lib.spec.settings import Settings
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
-from qa_lib.train.parallel import zero1
+from qa_lib.train.parallel import overlap, zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
 
@@ -106,6 +106,16 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(alone, ranks):
     assert found.sqr == pytest.approx(expected.sqr)
     assert found.var == pytest.approx(expected.var)
     assert found.steps == 1
+
+
+def test_a_process_alone_that_would_send_meanwhile_notes_the_same(ranks, monkeypatch):
+    monkeypatch.setattr(overlap, "regions_of", lambda model: [[model]])
+    micro_batches = torch.randn(4, 2, 3)
+    step_once(OneBucketDDP, ranks, micro_batches)
+    expected = ranks.stats.norms.clone()
+    ranks.stats.norms.zero_()
+    step_once(overlap.OverlapDDP, ranks, micro_batches)
+    torch.testing.assert_close(ranks.stats.norms, expected)
 
 
 def test_a_process_alone_with_one_micro_batch_says_nothing_of_noise(alone):

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.train.parallel import overlap, zero1
+from qa_lib.train.parallel.data_parallel import gather_model
 from qa_lib.train.parallel.overlap import GradReadyHooks
 from qa_lib.train.parallel.pipeline import bubble, measured_bubble
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -433,6 +434,18 @@ def test_an_overflow_of_one_process_is_one_of_all(monkeypatch):
     assert reduced == [torch.distributed.ReduceOp.MAX]
     assert parameter.tolist() == [1.0, 1.0], "the step is skipped"
     assert scaler.get_scale() == 2.0
+
+
+def test_a_trained_models_parameters_have_memory_of_their_own():
+    """After ZeRO-1 they are views of one tensor, which no file of weights may have."""
+    model = torch.nn.Linear(3, 2)
+    weights = [p.detach().clone() for p in model.parameters()]
+    FlatShard([*model.parameters()], types.SimpleNamespace(world=1, rank=0))
+    gathered = gather_model(model, None, ProcessGroup(DEVICE))
+    assert gathered is model
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
 
 
 # How processes divide the micro-batches of a step.

@@ -161,6 +161,26 @@ def test_each_process_has_its_threads_and_no_older_result_stands_meanwhile(
     assert record.read_record(tmp_path / spec.run_path)["status"] == "starting"
 
 
+def test_processes_are_asked_to_end_where_this_one_is_stopped(tmp_path, monkeypatch):
+    spec = short()
+    ends = []
+
+    def end(process):
+        ends.append(process.returncode)
+        kill(process)
+
+    command = ["sh", "-c", "echo a line; exec sleep 60"]
+    monkeypatch.setattr(torchrun, "child_command", lambda *_: command)
+    monkeypatch.setattr(torchrun, "GRACE_S", 10)
+    monkeypatch.setattr(torchrun, "kill", end)
+    said = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        torchrun.run_processes(spec, tmp_path, said)
+    said.assert_called_once_with("a line")
+    assert ends == [-signal.SIGTERM]
+    assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")
+
+
 @pytest.mark.parametrize(
     ("end", "fails"),
     [({"status": "ok"}, False), ({"status": "skipped"}, False), ({"status": "oom"}, True)],
