@@ -66,24 +66,32 @@ def recorder(monkeypatch):
 
 
 @pytest.fixture
-def losses(recorder):
-    """The losses of seven calls, each on two micro-batches of its own."""
+def calls(recorder):
+    """The inputs of seven calls, each on two micro-batches of its own, and the losses."""
     step = GraphedStep(recorder)
-    inputs = [torch.tensor(0.0), torch.tensor(10.0)]
+    inputs = []
     losses = []
-    for _ in range(7):
-        for tensor in inputs:
-            tensor += 1  # which a batch of the next step may write over
-        losses.append(step([{"x": tensor} for tensor in inputs], 2))
-    return [loss.item() for loss in losses]
+    for number in range(1, 8):
+        inputs.append([{"x": torch.tensor(1.0 * number)}, {"x": torch.tensor(10.0 + number)}])
+        losses.append(step(inputs[-1], 2))
+    return inputs, losses
 
 
-def test_each_call_is_one_step_on_its_own_inputs(recorder, losses):
-    assert recorder.done == [[float(number), 10.0 + number] for number in range(1, 8)]
+VALUES = [[float(number), 10.0 + number] for number in range(1, 8)]
 
 
-def test_each_call_returns_its_own_loss(losses):
-    assert losses == [2 * (2.0 * number + 10) for number in range(1, 8)]
+def test_each_call_is_one_step_on_its_own_inputs(recorder, calls):
+    assert recorder.done == VALUES
+
+
+def test_each_call_returns_its_own_loss(calls):
+    _, losses = calls
+    assert [loss.item() for loss in losses] == [2 * sum(values) for values in VALUES]
+
+
+def test_no_call_writes_over_the_inputs_of_another(calls):
+    inputs, _ = calls
+    assert [[part["x"].item() for part in parts] for parts in inputs] == VALUES
 
 
 def test_the_first_steps_are_not_captured(recorder):

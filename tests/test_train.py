@@ -98,6 +98,14 @@ def test_a_rival_gives_the_model_the_weights_that_it_has_trained(samples, tmp_pa
     assert len(moved) == len(before)
 
 
+def test_a_rival_draws_from_the_seed_of_its_run(samples, tmp_path):
+    spec = dataclasses.replace(spec_of("E-plain", settings={"compile": "none"}), seed=3)
+    batches = stop_after(batches_of(samples, spec), 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)
+    assert torch.initial_seed() == 3
+
+
 @pytest.mark.parametrize(("dropout", "share"), [("none", 0.0), ("philox", 0.1)])
 def test_a_rival_drops_out_as_the_spec_says(dropout, share, samples, tmp_path, monkeypatch):
     rival = Mock(side_effect=ZeroDivisionError)
