@@ -532,3 +532,27 @@ def test_an_output_that_fails_at_the_end_is_told_as_one_that_fails_before(monkey
     full = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "full", "the output")))
     monkeypatch.setattr(sys, "stdout", full)
     assert main(["variants"]) == 2
+@pytest.mark.parametrize(
+    ("f1", "never", "said"),
+    [
+        (81.5, 50.0, "A1: ok, samples/s 80.25, F1 81.50"),
+        (50.0, 50.0, "A1: ok, samples/s 80.25, F1 50.00"),
+        (49.99, 50.0, "A1: ok, samples/s 80.25, F1 49.99, never answering 50.00"),
+        (None, 50.0, "A1: ok, samples/s 80.25"),
+    ],
+)
+def test_a_run_is_summed_up_in_a_line(f1, never, said):
+    record = {
+        "spec": {"variant": "A1"},
+        "status": "ok",
+        "speed": {"samples_per_s": 80.25},
+        "task": {"metric": "f1", "label": "F1"},
+        "quality": {"f1": f1, "always_null_f1": never},
+    }
+    assert run.summary_of(record) == said
+
+
+def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch, tmp_path, typed):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(run, "fit", lambda spec, *_, **__: new_record(spec, {}))
+    assert typed("run A1 --preset smoke") == ""

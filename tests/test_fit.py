@@ -2,22 +2,33 @@
 
 import contextlib
 import dataclasses
+import datetime
 import math
 from types import ModuleType
 from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 
+from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import SHARE, START, surroundings
 from qa_lib.model import build, hf_checkpoint
 from qa_lib.model.build import build_model
 from qa_lib.records import record
-from qa_lib.run.fit import find_engine, limits
-from qa_lib.run.recording import out_of_memory
+from qa_lib.run import fit as fitting
+from qa_lib.run.fit import find_engine, gpu_turn, limits
+from qa_lib.run.recording import (
+    checkpoint_files,
+    fault_path,
+    out_of_memory,
+    outcome_of,
+    recording,
+)
 from qa_lib.run.surroundings import Surroundings
 from qa_lib.run.tasks import WORKFLOWS
+from qa_lib.score.predict import ANSWER, WINDOW
 from qa_lib.spec.settings import choices
 from qa_lib.spec.tasks import TASKS
 from qa_lib.train.step_log import StepFailed
@@ -120,6 +131,15 @@ def test_a_run_without_a_compiler_does_not_import_inductor():
     assert not imported & {"torch._inductor.compile_fx", "torch._dynamo.backends.common"}
 
 
+def test_kernels_of_another_gpu_are_left_to_a_spec_that_asks_for_them(monkeypatch):
+    asked = []
+    monkeypatch.setattr("qa_lib.measure.hardware.restrict_sdpa", asked.append)
+    for sm in (None, 75):
+        with limits(dataclasses.replace(short(), sm=sm), torch.device("cpu")):
+            pass
+    assert asked == [75]
+
+
 # What is finished, and what goes on.
 
 
@@ -146,6 +166,53 @@ def test_a_stopped_run_goes_on_and_one_that_is_forced_drops_its_checkpoint(
     entry = fit(spec, tmp_path, say=quiet, force=force)
     assert entry["time"]["resumed_from_step"] == resumed
     assert entry["status"] == "ok"
+
+
+@pytest.mark.parametrize(("rank", "dropped"), [("0", 1), ("1", 0)])
+def test_of_several_processes_the_first_drops_the_checkpoint(rank, dropped, tmp_path, monkeypatch):
+    drop = Mock()
+    monkeypatch.setattr(anywhere, "_drop_checkpoint", drop)
+    monkeypatch.setattr(anywhere, "fit_here", lambda *_: {})
+    monkeypatch.setenv("RANK", rank)
+    fit(short(), tmp_path, say=quiet, force=True)
+    assert drop.call_count == dropped
+
+
+def test_a_checkpoint_is_not_dropped_while_another_process_has_the_run(tmp_path):
+    checkpoint_file, *_ = checkpoint_files(tmp_path)
+    checkpoint_file.touch()
+    with record.lock(tmp_path), pytest.raises(record.RunTaken):
+        anywhere._drop_checkpoint(tmp_path)
+    assert checkpoint_file.exists()
+
+
+def test_a_finished_run_leaves_no_checkpoint_and_no_fault(tmp_path):
+    with recording(short(), tmp_path, quiet):
+        left = [*checkpoint_files(tmp_path), fault_path(tmp_path, 1)]
+        for path in left:
+            path.touch()
+    assert not any(path.exists() for path in left)
+    assert {path.name for path in left} == {
+        "checkpoint.safetensors",
+        "checkpoint.refused",
+        "checkpoint.partial",
+        "fault-1.json",
+    }
+
+
+def test_a_run_that_fails_keeps_its_checkpoint(tmp_path):
+    checkpoint_file, *_ = checkpoint_files(tmp_path)
+    with pytest.raises(ZeroDivisionError), recording(short(), tmp_path, quiet):
+        checkpoint_file.touch()
+        raise ZeroDivisionError
+    assert checkpoint_file.exists()
+
+
+def test_a_run_that_had_its_result_when_the_signal_came_keeps_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("qa_lib.run.recording._drop_leftovers", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt), recording(short(), tmp_path, quiet):
+        pass
+    assert record.read_record(tmp_path)["status"] == "ok"
 
 
 # What is told.
@@ -190,6 +257,74 @@ def test_a_run_that_waits_says_so_in_its_record(tmp_path, monkeypatch):
     assert statuses == ["waiting"]
     assert entry["status"] == "ok"
     assert entry["time"]["wall_s"] < 0, "what was waited is no time of the run"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_run_that_has_its_gpu_is_running_and_the_first_process_has_it_for_all(
+    is_first, tmp_path, monkeypatch
+):
+    entry = record.new_record(short(), {})
+    held = []
+
+    @contextlib.contextmanager
+    def lock(device, shared, waits):
+        held.append((device, shared))
+        waits()
+        yield 2.5
+
+    monkeypatch.setattr("qa_lib.measure.hardware.gpu_lock", lock)
+    ranks = Mock(first=is_first)
+    record.write_record(tmp_path, entry | {"status": "starting"})
+    with gpu_turn(entry, tmp_path, "a GPU", ranks, True) as waited_s:
+        status = record.read_record(tmp_path)["status"]
+    ranks.start.assert_called_once_with()
+    if is_first:
+        assert (held, waited_s, status) == ([("a GPU", True)], 2.5, "running")
+    else:
+        assert (held, waited_s, status) == ([], 0.0, "starting")
+
+
+def test_the_times_of_a_run_are_those_of_its_parts(tmp_path, monkeypatch):
+    """On a clock on which each part takes seconds, and each look at it next to none."""
+    quality = {"nats": 1.0, "n": 20}
+    spec = scored(monkeypatch, quality)
+    now = 1000.0
+
+    def clock():
+        nonlocal now
+        now += 1e-6
+        return now
+
+    def taking(seconds, real):
+        def call(*words, **more):
+            nonlocal now
+            result = real(*words, **more)
+            now += seconds
+            return result
+
+        return call
+
+    monkeypatch.setattr(fitting.time, "perf_counter", clock)
+    for name, seconds in (("prepare", 10.0), ("train", 20.0)):
+        monkeypatch.setattr(fitting, name, taking(seconds, getattr(fitting, name)))
+    monkeypatch.setattr(fitting, "keep_model", taking(3.0, lambda *_: None))
+    workflow = dataclasses.replace(WORKFLOWS["toy"], evaluate=taking(5.0, lambda *_: quality))
+    monkeypatch.setitem(WORKFLOWS, "toy", workflow)
+    monkeypatch.setattr(fitting, "_run_ids", [])
+    begun = psutil.Process().create_time()
+    time = fit(spec, tmp_path, say=quiet)["time"]
+    parts = [time[name] for name in ("prepare_s", "eval_s", "wall_s")]
+    assert parts == pytest.approx([10.0, 5.0, 38.0], abs=0.1)
+    since = datetime.datetime.fromisoformat(time["started"]).timestamp() - begun
+    assert since - 2 < time["first_step_s"] < since + 600, "since the process began"
+
+
+def test_a_process_that_was_not_started_for_its_run_says_how_it_began(tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "_run_ids", [])
+    forked = Surroundings(began_for_run=False, start_note="start: cold")
+    entry = fitting.fit(short(steps=1), tmp_path, say=quiet, surroundings=forked)
+    assert entry["time"]["first_step_s"] is None
+    assert "start: cold" in entry["spec"]["adjusted"]
 
 
 def test_a_run_beside_others_records_no_times(tmp_path, monkeypatch):
@@ -261,6 +396,16 @@ def test_a_models_folder_is_inspected_once_by_a_plan_and_once_by_a_run(tmp_path,
     assert len(looks) == 2, "by the run"
 
 
+def test_a_model_that_answers_keeps_the_lengths_of_its_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(fitting, "save_model", lambda *_: None)
+    monkeypatch.setattr(fitting, "write_card", lambda *_: None)
+    spec = short(max_length=64, stride=16, max_answer_length=9)
+    model = Mock()
+    fitting.keep_model(model, Mock(), tmp_path / "model", record.new_record(spec, {}))
+    (lengths,) = model.config.update.call_args.args
+    assert [lengths[name] for name in (*WINDOW, ANSWER)] == [64, 16, 9]
+
+
 # What ends a run.
 
 WORDS = [
@@ -274,6 +419,28 @@ WORDS = [
 @pytest.mark.parametrize("words", WORDS)
 def test_memory_runs_out_in_many_words(words):
     assert out_of_memory(RuntimeError(words))
+
+
+def test_memory_that_ran_out_may_have_led_to_another_error():
+    problem = ValueError("the graph could not be ended")
+    problem.__context__ = MemoryError()
+    assert out_of_memory(problem)
+
+
+def test_an_error_of_files_is_one_whatever_its_class_unless_it_is_a_steps():
+    assert outcome_of(FileNotFoundError(2, "no file"))["error"]["kind"] == "OSError"
+    failed = StepFailed(3)
+    failed.__cause__ = FileNotFoundError(2, "no compiler")
+    error = outcome_of(failed)["error"]
+    assert error["kind"] == "FileNotFoundError"
+    assert error["step"] == 3
+
+
+def test_a_run_that_is_out_of_memory_before_its_steps_says_so(tmp_path, monkeypatch):
+    said = []
+    with recording(short(), tmp_path, said.append):
+        raise MemoryError
+    assert said == ["A1: out of memory before training"]
 
 
 @pytest.mark.parametrize(

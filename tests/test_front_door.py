@@ -1,20 +1,33 @@
 """What a newcomer types first: quick answers that fit the terminal, and a quickstart of minutes."""
 
+import contextlib
+import ctypes
 import os
 import re
 import resource
+import runpy
+import shutil
+import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
+import pandas as pd
 import psutil
 import pytest
 
+from qa_lib.data.squad import open_source
+from qa_lib.lab import quickstart as quickstart_module
 from qa_lib.lab.cli.verbs import VERBS
 from qa_lib.lab.quickstart import PRESET, _is_current
+from qa_lib.lab.report.evidence import REFERENCE, load_runs
 from qa_lib.lab.search.plan import plan
-from qa_lib.records.record import read_record, run_files
+from qa_lib.lab.sweep import notebook_command
+from qa_lib.records.record import new_record, read_record, run_files
 from qa_lib.spec.machine import Machine
 from tests.conftest import slow
-from tests.material import leave, python, wait_for, without_torch
+from tests.material import ROOT, leave, python, wait_for, without_torch
 
 COLUMNS = 100  # of a terminal
 
@@ -111,6 +124,123 @@ def test_a_summary_of_the_quickstart_is_kept_while_no_run_is_newer(
     summary.touch()
     os.utime(summary, (written_at, written_at))
     assert _is_current(summary, ["A0", "A2"], tmp_path) is is_current
+
+
+@pytest.fixture(scope="module")
+def reference_runs(tmp_path_factory):
+    """The committed runs of the reference group alone, which are read in a moment."""
+    folder = tmp_path_factory.mktemp("reference")
+    shutil.copy(ROOT / "runs" / f"{REFERENCE}.jsonl", folder)
+    return load_runs(folder)
+
+
+@pytest.fixture
+def quickstart_here(tmp_path, monkeypatch):
+    """Runs quickstart on two runs that end so, without training; its exit code, and the summary."""
+
+    pool = Mock(submit=lambda call, *words: Mock(result=lambda: call(*words)))
+
+    speeds = pd.DataFrame({"samples_per_s": [200.0, 300.0], "ratio": [1.0, 1.5]})
+    swept = []
+
+    def sweep(specs, launcher):
+        swept.append(([spec.variant for spec in specs], launcher.warm, launcher.command))
+        entries = []
+        for spec in specs:
+            entry = new_record(spec, {}) | {"status": quickstart_here.statuses[spec.variant]}
+            entry["quality"]["f1"] = {"A0": 90.0, "A2": 99.5}[spec.variant]
+            entry["speed"]["pad_fraction"] = 0.25
+            entries.append(entry)
+        return entries
+
+    quickstart_here = SimpleNamespace(swept=swept, folder=tmp_path, statuses={})
+    stand_ins = {
+        "ProcessPoolExecutor": lambda *_, **__: contextlib.nullcontext(pool),
+        "tagged": lambda tag: ["A0", "A2"],
+        "check_runner": lambda: None,
+        "_probe": lambda: (Machine(), {}),
+        "sweep": sweep,
+        "_reference_speeds": lambda variants: ("GPU", speeds),
+        "_answer": lambda folder: f"the answer of {folder.parent.name}",
+        "_peaks_on_a_t4": lambda variants: dict.fromkeys(variants, 1536.0),
+    }
+    for name, value in stand_ins.items():
+        monkeypatch.setattr(quickstart_module, name, value)
+
+    def run(**statuses):
+        quickstart_here.statuses = statuses
+        folders = SimpleNamespace(runs=tmp_path / "runs", figures=tmp_path)
+        return quickstart_module.main(folders)
+
+    quickstart_here.run = run
+    return quickstart_here
+
+
+def test_a_quickstart_in_which_a_run_fails_keeps_no_summary(quickstart_here):
+    assert quickstart_here.run(A0="ok", A2="error") == 1
+    assert not (quickstart_here.folder / "quickstart.txt").exists()
+
+
+def test_a_quickstart_sums_up_its_runs_and_begins_the_longest_first(quickstart_here, capsys):
+    assert quickstart_here.run(A0="ok", A2="ok") == 0
+    assert quickstart_here.swept == [(["A2", "A0"], True, notebook_command)]
+    summary = (quickstart_here.folder / "quickstart.txt").read_text()
+    assert capsys.readouterr().out.endswith(summary)
+    rows = [line.split() for line in summary.splitlines()]
+    assert ["A0", "90.00", "25.0", "%", "1.50", "200", "×1.00"] in rows
+    assert ["A2", "99.50", "25.0", "%", "1.50", "300", "×1.50"] in rows
+    assert "the answer of A2-s0-" in summary
+
+
+def test_speeds_of_the_reference_are_those_of_the_variants_in_their_order(
+    reference_runs, monkeypatch
+):
+    monkeypatch.setattr(quickstart_module, "load_runs", lambda folder: reference_runs)
+    gpu, speeds = quickstart_module._reference_speeds(["A2", "A1", "none"])
+    assert gpu == "NVIDIA H100 80GB HBM3"
+    assert speeds.index.tolist() == ["A2", "A1", "none"]
+    assert speeds.loc["A1", "ratio"] == 1
+    assert speeds.loc["A2", "samples_per_s"] == pytest.approx(
+        speeds.loc["A1", "samples_per_s"] * speeds.loc["A2", "ratio"], rel=1e-3
+    )
+    assert speeds.loc["none"].isna().all()
+
+
+def test_the_quickstart_asks_for_the_shortest_context(tmp_path, monkeypatch):
+    asked = []
+
+    def ask(folder, question, context):
+        asked.append((folder, context))
+        best = {"text": "", "probability": 0.875}
+        return {"nbest": [best], "ms": {"tokenize": 1.2, "forward": 2.4}}
+
+    monkeypatch.setattr("qa_lib.score.predict.ask", ask)
+    said = quickstart_module._answer(tmp_path)
+    ((folder, context),) = asked
+    examples = open_source("synthetic:200", "validation").examples
+    assert folder == tmp_path
+    assert len(context) == min(len(example.context) for example in examples if example.answers)
+    assert said.endswith("  -> no answer   (88%, 4 ms)")
+
+
+# What the fork server imports.
+
+
+@pytest.mark.parametrize(
+    ("status", "is_touched"), [(3, False), (0, True), (100, True), (None, False)]
+)
+def test_imports_that_have_initialized_cuda_are_told(status, is_touched, monkeypatch):
+    """By the status of a call of CUDA's driver, 3 where it is not initialized; None: no driver."""
+    for name in ("ipykernel", "matplotlib", "papermill", "seaborn"):
+        for part in (name, f"{name}.kernelapp", f"{name}.pyplot", f"{name}.cli"):
+            monkeypatch.setitem(sys.modules, part, Mock())
+    driver = Mock(cuDeviceGetCount=lambda count: status)
+    load = Mock(side_effect=OSError) if status is None else lambda name: driver
+    monkeypatch.setattr(ctypes, "CDLL", load)
+    handler = signal.getsignal(signal.SIGINT)
+    names = runpy.run_path(str(ROOT / "qa_lib" / "lab" / "launch" / "preload.py"))
+    assert names["TOUCHED"] is is_touched
+    assert signal.getsignal(signal.SIGINT) is handler
 
 
 @pytest.mark.slow

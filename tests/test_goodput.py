@@ -11,7 +11,7 @@ from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.schema import Noise
 from qa_lib.spec.settings import Settings
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
-from qa_lib.train.parallel import zero1
+from qa_lib.train.parallel import overlap, zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
 
@@ -108,6 +108,16 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(alone, ranks):
     assert found.steps == 1
 
 
+def test_a_process_alone_that_would_send_meanwhile_notes_the_same(ranks, monkeypatch):
+    monkeypatch.setattr(overlap, "regions_of", lambda model: [[model]])
+    micro_batches = torch.randn(4, 2, 3)
+    step_once(OneBucketDDP, ranks, micro_batches)
+    expected = ranks.stats.norms.clone()
+    ranks.stats.norms.zero_()
+    step_once(overlap.OverlapDDP, ranks, micro_batches)
+    torch.testing.assert_close(ranks.stats.norms, expected)
+
+
 def test_a_process_alone_with_one_micro_batch_says_nothing_of_noise(alone):
     step_once(OneBucketDDP, alone, torch.randn(1, 2, 3))
     assert alone.stats.noise(steps=1) == Noise()
@@ -140,6 +150,37 @@ def test_the_means_reach_back_over_as_many_samples_whatever_the_batch(batch, ran
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):
     ranks.stats.note_norms(*torch.tensor([torch.nan, 1.0]))
     assert ranks.stats.noise(steps=1) == Noise()
+
+
+@pytest.mark.parametrize(("precision", "is_known"), [("fp32", True), ("fp16", False)])
+def test_gradients_with_the_scale_of_the_loss_say_nothing_of_noise(precision, is_known, ranks):
+    strategy = OneBucketDDP(torch.nn.Linear(3, 1), ranks, Settings(precision=precision))
+    strategy.local_square_norm = torch.tensor(9.0)
+    strategy.global_norm(torch.tensor(2.0))
+    assert ranks.stats.norms.any() == is_known
+
+
+def test_norms_are_noted_once(ranks):
+    strategy = OneBucketDDP(torch.nn.Linear(3, 1), ranks, Settings(precision="fp32"))
+    strategy.local_square_norm = torch.tensor(9.0)
+    strategy.global_norm(torch.tensor(2.0))
+    noted = ranks.stats.norms.clone()
+    strategy.global_norm(torch.tensor(2.0))
+    assert torch.equal(ranks.stats.norms, noted)
+
+
+# How long a stage of a pipeline computes.
+
+
+def test_a_stages_times_are_means_over_its_steps(ranks):
+    """It computes in laps: for 3 s of 5 in one step, and for 1 s of 2 in another."""
+    ranks.stats.waits.append(([(0.0, 1.0), (2.0, 4.0)], (0.0, 5.0)))
+    ranks.stats.waits.append(([(6.0, 7.0)], (6.0, 8.0)))
+    assert ranks.stats.pipelined() == (2.0, 3.5)
+
+
+def test_without_a_pipeline_there_are_no_times_of_stages(ranks):
+    assert ranks.stats.pipelined() is None
 
 
 # What communication costs a step.

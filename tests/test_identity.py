@@ -7,6 +7,7 @@ another model does not stay beside the new one.
 import dataclasses
 import gzip
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -28,7 +29,7 @@ from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
 from qa_lib.run.fit import prepare
-from qa_lib.run.identity import identify_data, identify_model
+from qa_lib.run.identity import identify_data, identify_model, inspect_model
 from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
@@ -525,6 +526,42 @@ def test_a_model_of_the_hub_is_known_by_its_commit(tmp_path, monkeypatch):
 def test_a_model_of_the_hub_that_is_not_to_be_had_is_known_by_its_branch():
     name = "someone/nobody-has-this"
     assert identify_model(name) == {"name": name, "revision": "main"}
+
+
+@pytest.mark.parametrize("source", ["./x", "/x/y", "~/x", "x/", "a/b/c"])
+def test_what_can_only_be_a_path_is_not_asked_of_the_hub(source, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: pytest.fail("asked"))
+    refused(f"^model folder {re.escape(source)} does not exist$", identify_model, source)
+
+
+def test_a_name_that_the_hub_cannot_have_is_one_line():
+    refused("^model 'a b' is neither a folder nor a name of the hub: ", identify_model, "a b")
+
+
+def test_the_config_of_a_model_of_the_hub_is_read_if_it_has_one(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: str(tmp_path))
+    assert inspect_model("someone/tiny")[1] == {}
+    (tmp_path / "config.json").write_text('{"model_type": "bert"}')
+    assert inspect_model("someone/tiny")[1] == {"model_type": "bert"}
+
+
+def test_a_shape_is_known_by_its_sizes():
+    shapes = ["gpt2:L2H192", "gpt2:L3H192", "gpt2:L2H192V512", "gpt2:L2H192P128"]
+    identities = [identify_model(shape) for shape in shapes]
+    assert [identity["name"] for identity in identities] == shapes
+    assert len({identity["revision"] for identity in identities}) == 4
+    _, config = inspect_model("gpt2:L2H192")
+    assert config == {"model_type": "gpt2", "num_hidden_layers": 2, "num_attention_heads": 3}
+
+
+def test_data_that_are_not_scored_are_known_by_their_training_part(squad):
+    scored = identify_data(str(squad), with_validation=True)
+    trained_on = identify_data(str(squad), with_validation=False)
+    assert scored["name"] == trained_on["name"] == "squad"
+    assert scored["sha256"] != trained_on["sha256"]
+    change(squad / "validation.json")
+    assert identify_data(str(squad), with_validation=False) == trained_on
+    assert identify_data(str(squad), with_validation=True) != scored
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 
 from qa_lib import loaded
 from qa_lib.lab.launch.anywhere import fit
@@ -282,6 +283,38 @@ def test_a_checkpoint_that_one_process_does_not_believe_is_gone_on_from_by_none(
     process = run.begin()
     monkeypatch.setattr(process.ranks, "gather", lambda own: [own, (True, "is of other code")])
     assert "is of other code" in refused(process.load())
+
+
+def test_a_checkpoint_that_one_process_does_not_see_is_gone_on_from_by_none(run, monkeypatch):
+    run.begin().save(7)
+    process = run.begin()
+    monkeypatch.setattr(process.ranks, "gather", lambda own: [own, (False, None)])
+    assert "is not there for all processes of the run" in refused(process.load())
+
+
+def test_a_checkpoint_has_all_that_the_rest_of_the_run_depends_on(run):
+    """The scale of the loss, and what an optimizer keeps in numbers, are no tensors."""
+    first = run.begin()
+    first.scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+    first.scaler.scale(torch.ones(1))
+    for parameter in first.model.parameters():
+        first.optimizer.state[parameter] |= {"count": 5, "mean": torch.full((1,), 0.25)}
+    first.save(7)
+    second = run.begin()
+    second.scaler = torch.amp.GradScaler("cpu")
+    assert second.load() == (7, None)
+    assert second.scaler.get_scale() == 64.0
+    for ours, theirs in zip(first.model.parameters(), second.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        assert second.optimizer.state[theirs] == {"count": 5, "mean": torch.tensor([0.25])}
+
+
+def test_a_checkpoint_has_no_frozen_weights(run):
+    process = run.begin()
+    process.model.weight.requires_grad_(False)
+    process.save(7)
+    with safe_open(run.folder / CHECKPOINT, "pt") as stored:
+        assert {name for name in stored.keys() if "model" in name} == {"model.bias"}  # noqa: SIM118
 
 
 def test_the_record_says_which_code_changed_while_the_run_was_at_work(

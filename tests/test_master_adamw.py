@@ -241,6 +241,55 @@ def test_the_kernels_norm_is_that_of_all_elements():
     assert module._norm_by_kernel(tensors).item() == pytest.approx(expected.item(), rel=1e-6)
 
 
+def test_a_call_has_at_most_16_tensors_and_those_of_odd_sizes_come_last():
+    sizes = [3, 160, 16, 32, 5, *[48] * 14, 1]
+    tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
+    others = [-tensor for tensor in tensors]
+    calls = list(module._calls(tensors, others))
+    assert [len(sizes_of_call) for _, sizes_of_call in calls] == [16, 4]
+    in_order = [160, *[48] * 14, 32, 16, 5, 3, 1]
+    assert [size for _, sizes_of_call in calls for size in sizes_of_call] == in_order
+    taken = [pair for (ours, theirs), _ in calls for pair in zip(ours, theirs, strict=True)]
+    assert sorted(int(ours[0]) for ours, _ in taken) == list(range(len(sizes)))
+    assert all(torch.equal(ours, -theirs) for ours, theirs in taken)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """What kernels would be launched with; each puts 2 into its sums."""
+    launches = []
+
+    def launch(kernel, grid, **arguments):
+        launches.append((grid, arguments))
+        if "sums" in arguments:
+            arguments["sums"].fill_(2.0)
+
+    monkeypatch.setattr(module, "launch", launch)
+    return launches
+
+
+def test_a_norm_by_kernels_is_of_the_sums_of_all_programs(launches):
+    sizes = [8192, 8193, *[1] * 16]
+    norm = module._norm_by_kernel([torch.ones(size) for size in sizes])
+    assert [grid for grid, _ in launches] == [(17,), (2,)]
+    assert norm.item() == pytest.approx((2.0 * 19) ** 0.5)
+
+
+@pytest.mark.parametrize("skip", [None, torch.tensor(0.0)])
+def test_a_kernel_updates_a_program_for_each_block_and_may_skip_where_the_loss_has_a_scale(
+    skip, launches
+):
+    columns = drawn_columns(torch.float32, torch.bfloat16, [(1024,), (1025,)])
+    update_by_kernel(columns, skip)
+    ((grid, arguments),) = launches
+    assert grid == (3,)
+    assert arguments["SKIPS"] is (skip is not None)
+    assert arguments["skip"] is (SCALARS["step"] if skip is None else skip)
+    assert arguments["sizes"] == (1024, 1025)
+    assert torch.equal(arguments["lows"][1], columns.low_bits[1])
+    assert (arguments["BETA1"], arguments["BETA2"]) == (0.9, 0.999)
+
+
 # The scale of the loss, and captured steps.
 
 
@@ -430,6 +479,12 @@ def test_steps_moments_and_parameters_have_random_bits_of_their_own():
 def test_random_bits_are_a_function_of_step_and_element():
     value = torch.empty(10_000)
     assert all(map(torch.equal, drawn(value), drawn(value)))
+
+
+def test_no_two_elements_of_an_optimizer_have_the_same_number():
+    parameters = [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (10, 5, 3)]
+    states = optimizer_of(parameters).state.values()
+    assert [state["first"].item() for state in states] == [0, 10, 15]
 
 
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():

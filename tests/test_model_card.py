@@ -7,6 +7,7 @@ import re
 import shutil
 
 import pytest
+import yaml
 from huggingface_hub import ModelCard, constants, set_client_factory
 from huggingface_hub.utils._http import default_client_factory
 
@@ -14,7 +15,7 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.model.build import build_model, save_model
 from qa_lib.records import record
 from qa_lib.run import fit as fitting
-from qa_lib.run.card import check_own, write_card
+from qa_lib.run.card import check_own, hub_names, model_card, results_files, write_card
 from qa_lib.spec.machine import Machine
 from tests.material import refused
 from tests.tiny import planned
@@ -139,6 +140,66 @@ def test_a_model_folder_of_something_else_is_told_before_the_work(tmp_path, monk
     refused("does not name run", fitting.fit, spec, tmp_path / "runs")
     assert config.read_text() == "{}"
     assert (run_dir / "record.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("revision", "is_hubs"), [("main", True), ("a1" * 20, True), ("a1" * 6, False)]
+)
+def test_a_model_is_of_the_hub_by_its_commit_or_branch(revision, is_hubs):
+    _, entry = finished()
+    entry["model"] |= {"name": "google/bert", "revision": revision}
+    assert hub_names(entry)[0] == ("google/bert" if is_hubs else None)
+
+
+@pytest.mark.parametrize(
+    ("name", "of_preset", "is_hubs"),
+    [
+        ("rajpurkar/squad_v2", "synthetic:40", True),
+        ("squad", "squad", True),
+        ("squad", "synthetic:40", False),
+        ("synthetic:40", "synthetic:40", False),
+    ],
+)
+def test_data_are_of_the_hub_with_an_owner_or_by_the_preset(name, of_preset, is_hubs):
+    _, entry = finished()
+    entry["data"]["name"] = name
+    entry["spec"]["preset"]["data"] = of_preset
+    assert hub_names(entry)[1] == (name if is_hubs else None)
+
+
+@pytest.mark.parametrize(
+    ("data", "path", "task"),
+    [
+        ("Salesforce/wikitext:wikitext-2-v1", "wikitext.yaml", "wikitext-2-v1"),
+        ("me/my data", "my-data.yaml", "default"),
+        (f"me/{'x' * 200}", f"{'x' * 96}.yaml", "default"),
+    ],
+    ids=["configuration", "odd name", "long name"],
+)
+def test_evaluation_results_name_the_data_their_configuration_and_the_day(data, path, task):
+    _, entry = finished(f1=81.23456, exact=None, n=40)
+    entry["data"]["name"] = data
+    entry["time"]["started"] = "2026-03-04T23:00:00+00:00"
+    ((found, content),) = results_files(entry).items()
+    assert found == f".eval_results/{path}"
+    (result,) = yaml.safe_load(content)
+    assert result["dataset"]["id"] == data.partition(":")[0]
+    assert result["dataset"]["task_id"] == task
+    assert (result["value"], str(result["date"])) == (81.2346, "2026-03-04")
+
+
+def test_a_card_names_the_data_without_its_configuration(tmp_path):
+    _, entry = finished()
+    entry["data"]["name"] = "Salesforce/wikitext:wikitext-2-v1"
+    entry["spec"]["variant"] = "of-tomorrow"
+    card = model_card(entry)
+    assert card.data.datasets == ["Salesforce/wikitext"]
+    assert "of-tomorrow: of another version" in card.text
+
+
+def test_a_folder_that_is_empty_or_not_there_may_become_a_models(tmp_path):
+    check_own(tmp_path, "A1-s0-000000")
+    check_own(tmp_path / "model", "A1-s0-000000")
 
 
 class Hub:

@@ -4,6 +4,7 @@ In fp32 and without dropout nothing differs but the order of sums, so that the l
 must agree closely; the tolerances below are relative and many times what was seen.
 """
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -17,14 +18,16 @@ import torch
 from safetensors.torch import load_file
 
 from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.train.parallel import overlap, zero1
+from qa_lib.train.parallel.data_parallel import gather_model
 from qa_lib.train.parallel.overlap import GradReadyHooks
 from qa_lib.train.parallel.pipeline import bubble, measured_bubble
 from qa_lib.train.parallel.process_group import ProcessGroup
-from qa_lib.train.parallel.zero1 import ALIGN, FlatShard
+from qa_lib.train.parallel.zero1 import ALIGN, FlatShard, Zero1
 from tests import warm
 from tests.conftest import slow
 from tests.ranks import DEVICE, Case, trained
-from tests.tiny import losses_of
+from tests.tiny import losses_of, planned, resized
 
 # For variants that cut the model: four layers and heads, and four micro-batches a step.
 CUT = {"layers": 4, "heads": 4, "micro_batches": 4}
@@ -375,6 +378,144 @@ def test_hooks_do_not_keep_the_model():
     _, model = backward_between_hooks()
     gc.collect()
     assert model() is None
+
+
+def test_a_parameter_without_a_gradient_is_an_error_and_no_wait_for_ever():
+    model = torch.nn.Linear(3, 1)
+    hooks = GradReadyHooks([[model.weight], [model.bias]], lambda number: None)
+    with pytest.raises(RuntimeError, match="1 of the model's parameters"), hooks.awaited(last=True):
+        (model.weight * 2).sum().backward()
+
+
+def test_gradients_are_sent_in_the_last_micro_batch_alone():
+    model = torch.nn.Linear(3, 1)
+    sent = []
+    hooks = GradReadyHooks([[model.weight, model.bias]], sent.append)
+    for last, expected in ((False, []), (True, [0]), (False, [0]), (True, [0, 0])):
+        with hooks.awaited(last):
+            model(torch.ones(1, 3)).sum().backward()
+        assert sent == expected
+
+
+def test_a_parameter_goes_with_the_lowest_of_its_regions_and_one_of_none_with_the_embeddings(
+    monkeypatch,
+):
+    bottom, middle, top = (torch.nn.Linear(1, 1, bias=False) for _ in range(3))
+    top.shared = bottom.weight
+    loose, frozen = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    middle.frozen = frozen
+    monkeypatch.setattr(overlap, "regions_of", lambda model: [[bottom], [middle], [top]])
+    split = overlap.split_by_region([bottom.weight, middle.weight, top.weight, loose], None)
+    expected = [[bottom.weight, loose], [middle.weight], [top.weight]]
+    assert [list(map(id, region)) for region in split] == [
+        list(map(id, region)) for region in expected
+    ]
+
+
+def test_an_overflow_of_one_process_is_one_of_all(monkeypatch):
+    """The other process has found one."""
+    reduced = []
+
+    def all_reduce(tensor, operation):
+        reduced.append(operation)
+        tensor.fill_(1.0)
+
+    monkeypatch.setattr(zero1.dist, "all_reduce", all_reduce)
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    for is_enabled in (False, True):
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=is_enabled)
+        scaler.scale(parameter.sum()).backward()
+        scaler.unscale_(optimizer)
+        Zero1.sync_found_inf(None, scaler, optimizer)
+        if is_enabled:
+            scaler.step(optimizer)
+            scaler.update()
+    assert reduced == [torch.distributed.ReduceOp.MAX]
+    assert parameter.tolist() == [1.0, 1.0], "the step is skipped"
+    assert scaler.get_scale() == 2.0
+
+
+def test_a_trained_models_parameters_have_memory_of_their_own():
+    """After ZeRO-1 they are views of one tensor, which no file of weights may have."""
+    model = torch.nn.Linear(3, 2)
+    weights = [p.detach().clone() for p in model.parameters()]
+    FlatShard([*model.parameters()], types.SimpleNamespace(world=1, rank=0))
+    gathered = gather_model(model, None, ProcessGroup(DEVICE))
+    assert gathered is model
+    for parameter, weight in zip(model.parameters(), weights, strict=True):
+        assert torch.equal(parameter, weight)
+        assert parameter.untyped_storage().nbytes() == 4 * parameter.numel()
+
+
+# How processes divide the micro-batches of a step.
+
+
+@pytest.mark.parametrize(
+    ("world", "replicas", "shares"),
+    [
+        (1, 1, [[0, 1, 2, 3]]),
+        (2, 2, [[0, 2], [1, 3]]),
+        (4, 2, [[0, 2], [0, 2], [1, 3], [1, 3]]),
+        (2, 1, [[0, 1, 2, 3]] * 2),
+    ],
+)
+def test_replicas_take_micro_batches_in_turn_and_the_stages_of_one_the_same(
+    world, replicas, shares
+):
+    ranks = ProcessGroup(DEVICE)
+    ranks.world = world
+    ranks.replicas = replicas
+    for ranks.rank, share in enumerate(shares):
+        assert ranks.local_micro_batches([0, 1, 2, 3]) == share
+
+
+@pytest.mark.parametrize(("world", "parts"), [(1, 4), (2, 2), (4, 4)], ids=["alone", "two", "four"])
+def test_the_noise_scale_compares_replicas_or_the_micro_batches_of_one(world, parts):
+    ranks = ProcessGroup(DEVICE)
+    ranks.world = world
+    spec = planned("P-one-bucket", world=4, micro_batch=4)
+    ranks.join(resized(spec, {"parallel": "none"}))
+    assert (ranks.replicas, ranks.parts, ranks.batch) == (world, parts, 16)
+
+
+@pytest.mark.parametrize(
+    ("average", "mean"),
+    [(torch.distributed.ReduceOp.SUM, 2.0), (torch.distributed.ReduceOp.AVG, 6)],
+)
+def test_a_mean_is_divided_by_the_processes_of_its_group_unless_the_reduction_does_it(
+    average, mean, monkeypatch
+):
+    """What the reduction gives is 6."""
+    group = object()
+    monkeypatch.setattr(torch.distributed, "get_world_size", {group: 3, None: 4}.get)
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda t, *_: t.fill_(6.0))
+    ranks = ProcessGroup(DEVICE)
+    ranks.average = average
+    assert ranks.mean(torch.ones(()), group) == 1.0, "of one process"
+    ranks.world = 4
+    assert ranks.mean(torch.ones(()), group) == mean
+
+
+@pytest.mark.parametrize(("rank", "stages_of"), [(0, "ab"), (1, "ab"), (2, "cd"), (3, "cd")])
+def test_the_stages_of_a_process_are_those_of_its_pipeline(rank, stages_of, monkeypatch):
+    ranks = ProcessGroup(DEVICE)
+    ranks.rank = rank
+    ranks.stages = 2
+    monkeypatch.setattr(ranks, "gather", lambda own: [{letter: 1} for letter in "abcd"])
+    assert "".join(ranks.gather_stages({})) == stages_of
+
+
+@pytest.mark.parametrize(("fails", "ended"), [(False, 1), (True, 0)])
+def test_the_processes_end_their_group_together_unless_one_has_failed(fails, ended, monkeypatch):
+    """After an error the others may never come to the end."""
+    destroyed = []
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "destroy_process_group", lambda: destroyed.append(1))
+    with contextlib.suppress(ZeroDivisionError), ProcessGroup(DEVICE):
+        if fails:
+            raise ZeroDivisionError
+    assert len(destroyed) == ended
 
 
 # Runs that four processes begin and break off after so many steps, and that two end.

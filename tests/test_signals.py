@@ -20,11 +20,11 @@ import pytest
 
 from qa_lib import signals
 from qa_lib.lab.launch.anywhere import fit
-from qa_lib.lab.launch.driver import DRIVER_GONE
+from qa_lib.lab.launch.driver import DRIVER, DRIVER_GONE, check_driver
 from qa_lib.lab.launch.process import kill
 from qa_lib.signals import CTRL_C, SIGNALS, Stopped
 from tests.conftest import slow
-from tests.material import ROOT, end_of, wait_for
+from tests.material import ROOT, end_of, refused, wait_for
 from tests.small import FIT, environment, holders, write_notebook
 from tests.tiny import CPU, H200, planned
 
@@ -301,3 +301,17 @@ def test_a_signal_that_is_ignored_stays_so():
 )
 def test_what_stopped_a_run_is_said(problem, said):
     assert signals.stopped_by(problem) == said
+@pytest.mark.parametrize(
+    ("folder", "is_planned"), [("a-run", True), ("link", True), ("b-run", False)]
+)
+def test_a_process_trains_no_other_run_than_that_of_its_driver(
+    folder, is_planned, tmp_path, monkeypatch
+):
+    (tmp_path / "a-run").mkdir()
+    (tmp_path / "link").symlink_to("a-run")
+    check_driver(tmp_path / folder)
+    monkeypatch.setenv(DRIVER, str(tmp_path / "a-run" / ".driver.lock"))
+    if is_planned:
+        check_driver(tmp_path / folder)
+    else:
+        refused("^b-run: planned was a-run, so data,", check_driver, tmp_path / folder)

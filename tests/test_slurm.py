@@ -8,6 +8,8 @@ import shlex
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -80,6 +82,51 @@ def test_a_job_asks_for_what_its_run_takes(two_runs, cluster):
     assert "--cpus-per-task=2 " in two
     assert "--time=15 " in one
     assert "--gpus" not in one + two, "these are runs on CPUs"
+
+
+def test_a_jobs_minutes_are_those_of_its_limit_rounded_up_and_some_to_spare(tmp_path, monkeypatch):
+    started = Mock()
+    monkeypatch.setattr(slurm, "subprocess", started)
+    launcher(tmp_path, time_limit_s=61)._start(specs("A1")[0], tmp_path, {}, None)
+    (words,) = started.Popen.call_args.args
+    assert "--time=12" in words
+
+
+def test_runs_of_the_same_name_in_other_folders_are_other_jobs(tmp_path):
+    names = {slurm.job_name(tmp_path / runs / "A1-s0-000000") for runs in ("a", "b")}
+    assert len(names) == 2
+    assert all(re.fullmatch(r"A1-s0-000000-[0-9a-f]{8}", name) for name in names)
+
+
+def test_no_more_than_64_jobs_are_in_the_queue(tmp_path):
+    places = [len(launcher(tmp_path)._cards([None] * count)) for count in (0, 3, 64, 200)]
+    assert places == [1, 3, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("listed", "found", "world", "gpus"),
+    [("gpu:8", 1, None, 2), ("gpu:8", 1, 4, 4), ("(null)", 0, 4, 0)],
+)
+def test_a_node_counts_as_many_gpus_as_a_run_takes_if_it_has_any(
+    listed, found, world, gpus, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("SBATCH_PARTITION", "short")
+    commands = []
+
+    def answer(*words, **_):
+        commands.append(words)
+        (output,) = [word.partition("=")[2] for word in words if word.startswith("--output")] or [0]
+        if output:
+            said = dataclasses.asdict(Machine("h100", gpus=found, sm=90)), {}
+            Path(output).write_text(json.dumps(said))
+        return Mock(returncode=0, stdout=listed)
+
+    monkeypatch.setattr(slurm, "slurm", answer)
+    machine, _ = slurm.probe_node(tmp_path, world)
+    assert machine.gpus == gpus
+    sinfo, sbatch = commands
+    assert sinfo[-2:] == ("--partition", "short")
+    assert ("--gpus=1" in sbatch) == (listed == "gpu:8")
 
 
 def test_what_is_finished_is_no_job_again(two_runs, cluster, tmp_path):

@@ -158,6 +158,30 @@ def test_a_cold_run_finds_nothing_cached_and_is_timed_whole(tmp_path, monkeypatc
     assert record["time"]["notebook_s"] is not None
 
 
+def test_a_cold_run_begins_without_its_record_and_is_timed_to_the_end_of_its_process(
+    tmp_path, monkeypatch
+):
+    """On a clock that the command alone moves."""
+    (spec,) = plan(["A2"], "smoke", machine=H200)
+    folder = make(tmp_path, "A2").rename(tmp_path / "made")
+    run_dir = tmp_path / spec.run_path
+    run_dir.mkdir(parents=True, exist_ok=True)
+    (run_dir / "record.json").write_text("of before")
+    now = 5.0
+
+    def run(*_, **__):
+        nonlocal now
+        now = 17.25
+        assert list(run_dir.iterdir()) == []
+        shutil.copy(folder / "record.json", run_dir)
+
+    monkeypatch.setattr(cold.subprocess, "run", run)
+    monkeypatch.setattr(cold.time, "monotonic", lambda: now)
+    times = cold.run_cold(spec, tmp_path)["time"]
+    assert times["notebook_s"] == 12.25
+    assert times["compile_cached"] is False
+
+
 # The page.
 
 

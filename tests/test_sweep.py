@@ -6,12 +6,14 @@ papermill and kernel, which have the same faults in the slow tier.
 """
 
 import dataclasses
+import json
 import os
 import re
 import signal
 import textwrap
 import threading
 import time
+import types
 from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
@@ -21,11 +23,15 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.lab import sweep
 from qa_lib.lab.launch import local as launch
+from qa_lib.lab.launch.driver import DRIVER, SHARE
+from qa_lib.lab.launch.judge import NEVER_BEGAN, FirstSteps, steps_logged
+from qa_lib.lab.launch.probe import read_probe
 from qa_lib.lab.launch.process import child_env, spec_from
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure.hardware import this_machine
 from qa_lib.records import record
 from qa_lib.spec.machine import Machine
+from qa_lib.spec.variants import VARIANTS
 from tests import small, warm
 from tests.conftest import slow
 from tests.material import ROOT, change_record, edited, leave, python, refused, wait_for
@@ -579,3 +585,338 @@ def test_runs_may_lie_on_another_disk(tmp_path, typed):
     assert launcher.run_all([spec])[0]["status"] == "ok"
     assert "1 runs" in typed("archive", spec.group, "--runs", tmp_path / "runs")
     assert (tmp_path / "disk" / f"{spec.group}.jsonl").is_file()
+
+
+# What a run's process is given.
+
+
+def test_a_process_has_the_threads_of_its_run_and_is_told_of_others_on_its_card(monkeypatch):
+    monkeypatch.delenv(SHARE, raising=False)
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert child_env((0,), shared=True)[SHARE] == "1"
+    assert SHARE not in child_env((0,))
+    assert child_env(threads=3)["OMP_NUM_THREADS"] == "3"
+    assert child_env()["OMP_NUM_THREADS"] == "7"
+    assert child_env()["PYTHONUNBUFFERED"] == "1"
+
+
+def test_without_cards_a_process_sees_all(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    assert child_env()["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_cards_are_named_in_the_order_in_which_they_were_given(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 6, 7")
+    assert child_env((2, 0))["CUDA_VISIBLE_DEVICES"] == "7,5"
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """The processes that a launcher has started: (command, options), each of which ends at once."""
+    calls = []
+
+    def start(command, **options):
+        calls.append((command, options))
+        return Mock(poll=lambda: 3, returncode=3)
+
+    monkeypatch.setattr(launch, "subprocess", Mock(Popen=start))
+    monkeypatch.setattr(launch, "kill", lambda process: None)
+    return calls
+
+
+@pytest.mark.parametrize("aloud", [False, True])
+def test_a_process_knows_its_driver_and_prints_into_its_log_unless_it_is_aloud(
+    aloud, started, tmp_path
+):
+    spec = planned(sizes={"threads": 3})
+    launch.Launcher(tmp_path, Machine(), {}, aloud=aloud).run_all([spec])
+    run_dir = tmp_path / spec.run_path
+    assert len(started) == 2, "it is started once more, since it never began"
+    command, options = started[0]
+    assert spec_from(command[4]) == spec
+    assert options["env"][DRIVER] == str(run_dir / ".driver.lock")
+    assert options["env"]["OMP_NUM_THREADS"] == "3"
+    assert options["stderr"].name == str(run_dir / "log.txt")
+    assert options["stdout"] is (None if aloud else options["stderr"])
+
+
+def test_a_log_of_before_is_emptied_when_a_run_begins(started, tmp_path):
+    spec = planned()
+    (tmp_path / spec.run_path).mkdir(parents=True)
+    (tmp_path / spec.run_path / "log.txt").write_text("old words")
+    (entry,) = launch.Launcher(tmp_path, Machine(), {}).run_all([spec])
+    assert entry["error"]["message"].endswith(
+        "(exit code 3) before the run did: no word in log.txt"
+    )
+
+
+def test_a_limit_of_ones_own_takes_the_place_of_the_presets(tmp_path):
+    spec = planned(sizes={"time_limit_s": 120})
+    assert launch.Launcher(tmp_path, Machine(), {}).limit_of(spec) == 120
+    assert launch.Launcher(tmp_path, Machine(), {}, time_limit_s=7.0).limit_of(spec) == 7
+
+
+@pytest.mark.parametrize(
+    ("runs", "cores", "expected"),
+    [
+        ([(2, 1, "cpu")], 8, 4),
+        ([(1, 1, "cpu"), (3, 1, "cpu")], 8, 2),
+        ([(1, 2, "cpu")], 8, 4),
+        ([(1, 1, "cpu")], 64, 8),
+        ([(4, 1, "cpu")], 2, 1),
+        ([(1, 1, "cpu")], None, 1),
+        ([(1, 1, "cpu"), (None, 1, "cpu")], 8, 1),
+        ([(1, 1, "h200")], 8, 1),
+        ([(1, 1, "cpu"), (None, 1, "h200")], 8, 8),
+        ([], 8, 1),
+    ],
+)
+def test_as_many_runs_are_at_work_on_a_cpu_as_its_cores_have_threads_for(
+    runs, cores, expected, monkeypatch
+):
+    """Each run is (threads of a process, processes, hardware)."""
+    specs = [
+        types.SimpleNamespace(
+            preset=types.SimpleNamespace(threads=threads), world=world, hardware=hardware
+        )
+        for threads, world, hardware in runs
+    ]
+    monkeypatch.setattr(launch.os, "cpu_count", lambda: cores)
+    assert launch.side_by_side(specs) == expected
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "output", "reason"),
+    [
+        (1, "a line\nImportError: no torch\n", "ImportError: no torch"),
+        (1, " \n", "it says nothing"),
+    ],
+)
+def test_a_probe_that_fails_is_one_line(exit_code, output, reason):
+    said = f"^this Python cannot load the lab: {reason}$"
+    refused(said, read_probe, "this Python", exit_code, output)
+
+
+def test_a_probe_tells_a_machine_whatever_was_printed_before():
+    said = dataclasses.asdict(Machine("h100", gpus=2, sm=90)), {"gpu": "NVIDIA H100"}
+    found = read_probe("this Python", 0, f"a warning\n{json.dumps(said)}\n")
+    assert found == (Machine("h100", gpus=2, sm=90), {"gpu": "NVIDIA H100"})
+
+
+# How a run is judged whose process has ended.
+
+
+@pytest.fixture
+def judged(tmp_path):
+    """Judges a run that had this status; the log of its process is `log`."""
+    spec = planned()
+    entry = record.new_record(spec, {})
+
+    def call(status, reason=None, code=9, log="", seconds=1.0, files=(), **sections):
+        for name, values in sections.items():
+            entry[name] |= values
+        record.write_record(tmp_path, entry | {"status": status})
+        (tmp_path / "log.txt").write_text(log)
+        for name in files:
+            (tmp_path / name).touch()
+        found = launch.judge(spec, tmp_path, reason, code, seconds)
+        assert found == record.read_record(tmp_path)
+        return found
+
+    return call
+
+
+@pytest.mark.parametrize(
+    ("log", "words"),
+    [
+        ("first\n  the last  \n\n \n", "the last"),
+        ("", "no word in log.txt"),
+        ("x" * 300, "x" * 200),
+    ],
+    ids=["last line", "none", "long"],
+)
+def test_a_process_that_ends_early_is_told_with_its_exit_code_and_last_words(log, words, judged):
+    entry = judged("running", log=log)
+    assert entry["status"] == "killed"
+    said = f"its process ended (exit code 9) before the run did: {words}"
+    assert entry["error"] == {"kind": "killed", "message": said, "step": None}
+
+
+@pytest.mark.parametrize(
+    ("status", "reason", "kind"),
+    [
+        ("starting", None, NEVER_BEGAN),
+        ("starting", "the driver was stopped", "killed"),
+        ("running", None, "killed"),
+    ],
+)
+def test_a_run_never_began_where_its_process_ended_by_itself_before(status, reason, kind, judged):
+    error = judged(status, reason)["error"]
+    assert error["kind"] == kind
+    assert reason is None or error["message"] == reason
+
+
+def test_a_run_that_had_its_result_before_it_was_ended_keeps_it(judged):
+    whole = {"time": {"steps": 4}, "spec": {"planned_steps": 4, "n_eval": 2}, "quality": {"n": 2}}
+    assert judged("ok", "the driver was stopped", **whole)["status"] == "ok"
+
+
+@pytest.mark.parametrize(("files", "seconds"), [(["notebook.ipynb"], 12.346), ([], None)])
+def test_the_time_of_a_process_is_noted_where_it_was_a_notebooks(files, seconds, judged):
+    assert judged("oom", seconds=12.3456, files=files)["time"]["notebook_s"] == seconds
+
+
+def test_steps_count_where_they_were_logged_by_this_run(tmp_path):
+    path = tmp_path / "steps.jsonl"
+    assert steps_logged(path) is None
+    path.touch()
+    assert steps_logged(path) == 0
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    os.utime(path, (100.0, 100.0))
+    assert steps_logged(path, since=100.0) == 2
+    assert steps_logged(path, since=100.5) is None
+
+
+def test_the_first_steps_are_watched_each_by_itself(tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("qa_lib.lab.launch.judge.time.monotonic", lambda: now)
+    first_steps = FirstSteps(tmp_path, since=0.0)
+    seen = []
+    logged = [(5, None), (7, 0), (9, 0), (10, 1), (14, 1), (15, 3), (99, 3)]
+    for moment, steps in logged:
+        now = float(moment)
+        if steps is not None:
+            lines = [f'{{"step": {step}}}\n' for step in range(1, steps + 1)]
+            (tmp_path / "steps.jsonl").write_text("".join(lines))
+        seen.append(first_steps.seconds())
+    assert seen == [0.0, 0.0, 2.0, 0.0, 4.0, 0.0, 0.0]
+
+
+# The words of a sweep.
+
+
+def test_a_notebook_is_given_texts_as_texts_and_paths_whose_braces_stay(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "1e3").mkdir()
+    spec = dataclasses.replace(planned(learning_rate=1e-3), model_source=str(tmp_path / "1e3"))
+    command = sweep.notebook_command(spec, tmp_path / "runs {seed}")
+    assert command[1:3] == ["-m", "papermill"]
+    source, executed = command[3:5]
+    assert Path(source).resolve() == ROOT / "notebooks" / "systems.ipynb"
+    assert executed == f"runs {{{{seed}}}}/{spec.run_path}/notebook.ipynb"
+    options = {
+        command[place + 1]: command[place : place + 3 : 2] for place in range(11, len(command), 3)
+    }
+    assert options["model"] == ["-r", "1e3"]
+    assert options["variant"] == ["-r", "A1"]
+    assert options["seed"] == ["-p", "0"]
+    assert options["learning_rate"] == ["-p", "0.001"]
+    assert options["runs"] == ["-r", "runs {seed}"]
+
+
+def test_progress_is_the_last_step_of_those_that_are_planned(tmp_path):
+    spec = planned()
+    assert sweep.progress_of(tmp_path) == (0, None)
+    folder = leave(tmp_path, spec, "running", spec={"planned_steps": 40})
+    assert sweep.progress_of(folder) == (0, None)
+    lines = [f'{{"step": {step}, "loss": {"1" * 60}}}\n' for step in range(1, 30)]
+    (folder / "steps.jsonl").write_text("".join(lines))
+    assert sweep.progress_of(folder) == (29, 40)
+
+
+def test_a_run_that_has_ended_is_told_with_its_sizes_time_and_score():
+    spec = planned(micro_batch=4)
+    entry = record.new_record(spec, {}) | {"status": "ok"}
+    entry["time"]["wall_s"] = 12.6
+    entry["quality"]["f1"] = 81.26
+    entry["spec"]["adjusted"] = ["code: train/loop.py changed"]
+    entry["error"]["message"] = "two\nlines"
+    said = "A1 seed 0, micro-batch 4: ok, 13 s, F1 81.3, code: train/loop.py changed, two lines"
+    assert sweep.outcome_line(spec, entry) == said
+
+
+def test_the_table_at_the_end_has_a_row_a_run_and_what_differs_between_them(tmp_path):
+    specs = [planned(), planned("A2", micro_batch=4), planned("A3")]
+    leave(tmp_path, specs[0], time={"wall_s": 7.0}, quality={"f1": 81.25})
+    change_record(tmp_path / specs[0].run_path, speed={"samples_per_s": 99.0})
+    leave(tmp_path, specs[1], "oom")
+    table = sweep.status_table(specs, launch.Launcher(tmp_path, Machine(), {}))
+    assert table.columns.tolist() == ["variant", "seed", "micro-batch", "status", "seconds", "F1"]
+    assert table["micro-batch"].tolist() == [8, 4, 8]
+    assert table["status"].tolist() == ["ok", "oom", "not begun"]
+    assert table.iloc[0, -2:].tolist() == [7.0, 81.25]
+
+
+def test_the_table_of_runs_on_a_gpu_has_their_speeds(tmp_path):
+    spec = dataclasses.replace(planned(), hardware="h200")
+    leave(tmp_path, spec, speed={"samples_per_s": 99.0})
+    table = sweep.status_table([spec], launch.Launcher(tmp_path, Machine(), {}))
+    assert table["samples/s"].tolist() == [99.0]
+
+
+@pytest.fixture
+def typed_sweep(typed, monkeypatch, tmp_path):
+    """Types a sweep whose runs end with these statuses.
+
+    Returns what it says, and with which specs, launcher and command at the end it is made.
+    """
+    asked = []
+    monkeypatch.setattr(sweep, "probe", lambda: (FOUR_CARDS, {"gpu": "H100"}))
+    monkeypatch.setattr(sweep, "check_runner", lambda: None)
+
+    def call(words, *statuses, code=0):
+        def pretend(specs, launcher, on_finish):
+            asked[:] = [specs, launcher, on_finish]
+            entries = [record.new_record(spec, {}) for spec in specs]
+            for entry, status in zip(entries, statuses, strict=False):
+                entry |= {"status": status, "error": {"message": f"it is {status}"}}
+            return entries
+
+        monkeypatch.setattr(sweep, "sweep", pretend)
+        said = typed(f"sweep --preset smoke --runs {tmp_path} {words}", code=code)
+        return said, *asked
+
+    return call
+
+
+@pytest.mark.parametrize(("status", "code"), [("oom", 0), ("error", 1), ("killed", 1)])
+def test_a_sweep_fails_where_a_run_has_failed_and_names_it(status, code, typed_sweep):
+    said, specs, *_ = typed_sweep("--variants A1,A2", "ok", status, code=code)
+    path = f"{specs[1].group}/{specs[1].run_id}"
+    assert (f"{path}: {status}, it is {status}\n" in said) == (code == 1)
+
+
+@pytest.mark.parametrize(("preset", "task"), [("smoke", "qa"), ("lm-smoke", "lm")])
+def test_a_sweep_without_names_is_of_all_variants_of_the_presets_task(preset, task):
+    words = types.SimpleNamespace(variants=None, family=None, preset=preset)
+    asked = sweep._variants_asked(words)
+    assert asked == [name for name, variant in VARIANTS.items() if variant.task == task]
+
+
+def test_a_sweeps_launcher_is_as_the_options_say(typed_sweep, tmp_path):
+    words = "--variants A1 --gpus 1 2 --shared-gpu --force --time-limit 60 --on-finish ls"
+    _, _, launcher, on_finish = typed_sweep(words)
+    assert type(launcher) is launch.Launcher
+    assert (launcher.runs, launcher.gpus, launcher.time_limit_s) == (tmp_path, [1, 2], 60)
+    assert (launcher.share, launcher.force, launcher.warm) == (True, True, True)
+    assert launcher.command is sweep.notebook_command
+    assert launcher.machine == FOUR_CARDS
+    assert launcher.env == {"gpu": "H100"}
+    assert on_finish == "ls"
+
+
+def test_a_sweeps_launcher_is_plain_without_options(typed_sweep):
+    _, _, launcher, on_finish = typed_sweep("--variants A1")
+    assert (launcher.gpus, launcher.time_limit_s, on_finish) == (None, None, None)
+    assert (launcher.share, launcher.force, launcher.aloud) == (False, False, False)
+
+
+def test_a_run_that_another_takes_the_place_of_counts_once_more(tmp_path, capsys):
+    (spec,) = plan(["recommended"], "smoke", machine=FOUR_CARDS, runs=tmp_path)
+    progress = sweep.Progress([spec], launch.Launcher(tmp_path, FOUR_CARDS, {}))
+    entry = record.new_record(spec, {}) | {"status": "oom"}
+    progress.ended(spec, entry)
+    progress.ended(spec, entry | {"status": "ok"})
+    first, second = capsys.readouterr().out.splitlines()
+    assert "[1/2]" in first and first.endswith("; about 1 min left")
+    assert "[2/2]" in second and "left" not in second

@@ -1,5 +1,6 @@
 """Runs of several processes, through torchrun and gloo: how they begin, fail, stop and go on."""
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -11,13 +12,14 @@ import threading
 import time
 import types
 from concurrent.futures import ThreadPoolExecutor
+from unittest.mock import Mock
 
 import psutil
 import pytest
 import torch
 
 from qa_lib.errors import UserError
-from qa_lib.lab.launch import torchrun
+from qa_lib.lab.launch import anywhere, child, torchrun
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.process import Work, child_command, kill
 from qa_lib.measure import hardware
@@ -27,7 +29,7 @@ from qa_lib.signals import Stopped
 from qa_lib.train.checkpoint import CHECKPOINT
 from qa_lib.train.parallel.process_group import ProcessGroup
 from tests import faulty, small, warm
-from tests.material import ROOT, end_of, python, refused, wait_for, write
+from tests.material import ROOT, end_of, leave, python, refused, wait_for, write
 from tests.tiny import H200, losses_of, planned, quiet, steps_of
 
 PIPED = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -141,6 +143,83 @@ def test_a_run_of_several_processes_returns_its_record_and_says_what_they_print(
 def test_processes_that_end_before_the_run_did_are_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr(torchrun, "child_command", lambda *_: ["true"])
     refused("its processes ended before the run did", fit, short(), tmp_path, say=quiet)
+
+
+@pytest.mark.parametrize(("threads", "each"), [(3, "3"), (None, "4")])
+def test_each_process_has_its_threads_and_no_older_result_stands_meanwhile(
+    threads, each, tmp_path, monkeypatch
+):
+    """Two processes of a host with eight cores."""
+    spec = short(threads=threads)
+    started = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(torchrun.os, "cpu_count", lambda: 8)
+    monkeypatch.setattr(torchrun, "subprocess", Mock(Popen=started))
+    leave(tmp_path, spec)
+    with pytest.raises(ZeroDivisionError):
+        torchrun.run_processes(spec, tmp_path, quiet)
+    assert started.call_args.kwargs["env"]["OMP_NUM_THREADS"] == each
+    assert record.read_record(tmp_path / spec.run_path)["status"] == "starting"
+
+
+def test_processes_are_asked_to_end_where_this_one_is_stopped(tmp_path, monkeypatch):
+    spec = short()
+    ends = []
+
+    def end(process):
+        ends.append(process.returncode)
+        kill(process)
+
+    command = ["sh", "-c", "echo a line; exec sleep 60"]
+    monkeypatch.setattr(torchrun, "child_command", lambda *_: command)
+    monkeypatch.setattr(torchrun, "GRACE_S", 10)
+    monkeypatch.setattr(torchrun, "kill", end)
+    said = Mock(side_effect=KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt):
+        torchrun.run_processes(spec, tmp_path, said)
+    said.assert_called_once_with("a line")
+    assert ends == [-signal.SIGTERM]
+    assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")
+
+
+@pytest.mark.parametrize(
+    ("end", "fails"),
+    [({"status": "ok"}, False), ({"status": "skipped"}, False), ({"status": "oom"}, True)],
+    ids=["ok", "skipped", "oom"],
+)
+def test_a_process_that_is_out_of_memory_fails_so_that_torchrun_ends_the_others(
+    end, fails, monkeypatch
+):
+    monkeypatch.setattr(anywhere, "fit_here", lambda *_: end)
+    with pytest.raises(SystemExit) if fails else contextlib.nullcontext():
+        child.be_rank(None, "runs")
+
+
+def test_a_process_that_is_stopped_fails_without_a_traceback(monkeypatch):
+    monkeypatch.setattr(anywhere, "fit_here", Mock(side_effect=KeyboardInterrupt))
+    with pytest.raises(SystemExit) as ended:
+        child.be_rank(None, "runs")
+    assert ended.value.code == 1
+
+
+def test_a_child_does_the_work_that_its_command_names(monkeypatch):
+    spec = planned()
+    done = []
+    for work in Work:
+        monkeypatch.setitem(
+            child.FUNCTIONS, work, lambda *words, work=work: done.append((work, *words))
+        )
+        child.main(*child_command(work, spec, "runs")[3:])
+    assert done == [(work, spec, "runs") for work in Work]
+
+
+def test_each_work_of_a_child_has_its_function():
+    names = {work: function.__name__ for work, function in child.FUNCTIONS.items()}
+    assert names == {
+        Work.TRAIN: "train",
+        Work.SUPERVISE: "supervise",
+        Work.RANK: "be_rank",
+        Work.COUNT: "count_one_step",
+    }
 
 
 @pytest.mark.slow
@@ -290,6 +369,24 @@ def test_a_process_that_torchrun_stops_tells_the_others_fault_and_no_older_one(
         write(fault_path(tmp_path, 1), fault)
         raise Stopped("SIGTERM")
     assert end_of(tmp_path) == end
+
+
+def test_memory_that_ran_out_comes_before_faults_and_what_cannot_be_read_is_none(tmp_path):
+    """A process whose peer has gone fails by that, and may be the first to say so."""
+    assert first_fault(tmp_path) is None
+    for rank, (at, status) in enumerate([(1.0, "error"), (3.0, "oom"), (2.0, "oom")]):
+        write(fault_path(tmp_path, rank), {"at": at, "status": status})
+    fault_path(tmp_path, 3).write_text("{half")
+    assert first_fault(tmp_path)["at"] == 2.0
+    assert first_fault(tmp_path, since=3.0)["at"] == 3.0
+    assert first_fault(tmp_path, since=3.5) is None
+
+
+def test_a_process_without_others_leaves_no_fault(tmp_path):
+    alone = types.SimpleNamespace(store=None, rank=0, world=1)
+    with pytest.raises(ZeroDivisionError), noting_faults(tmp_path, alone):
+        raise ZeroDivisionError
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(("shared", "status"), [(False, "oom"), (True, "error")])

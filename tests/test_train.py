@@ -1,6 +1,7 @@
 import dataclasses
 import gc
 import weakref
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -13,6 +14,9 @@ from qa_lib.measure.meter import memory_use
 from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.step import Step
+from qa_lib.measure.meter import PEAK_FROM
+from qa_lib.model.build import build_model
+from qa_lib.records.schema import Noise
 from qa_lib.run.fit import train
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.variants import VARIANTS
@@ -20,7 +24,11 @@ from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train import plain
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
+from qa_lib.train.loop import STRATEGIES
+from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, set_rate, unscale
+from qa_lib.train.parallel.data_parallel import NoParallel
 from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.plain import PlainStep
 from qa_lib.train.step_log import NonFiniteLoss, StepLog
 from tests.conftest import slow
 from tests.material import flip_a_bit, refused
@@ -138,6 +146,59 @@ def test_the_searched_rivals_optimizer_is_measured_by_its_moments(samples, tmp_p
     elements = sum(parameter.numel() for parameter in model.parameters())
     moments_mib = 2 * 2 * elements / 2**20
     assert memory_use(model, optimizer, DEVICE).optimizer_mib == pytest.approx(moments_mib)
+def test_a_rival_gives_the_model_the_weights_that_it_has_trained(samples, tmp_path):
+    spec = spec_of("E-plain", settings={"compile": "none"}, steps=1)
+    before = build_model(spec).state_dict()
+    model, *_ = trained(spec, samples, tmp_path)
+    moved = [name for name, weight in model.state_dict().items() if (weight != before[name]).any()]
+    assert len(moved) == len(before)
+
+
+def test_a_rival_draws_from_the_seed_of_its_run(samples, tmp_path):
+    spec = dataclasses.replace(spec_of("E-plain", settings={"compile": "none"}), seed=3)
+    batches = stop_after(batches_of(samples, spec), 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)
+    assert torch.initial_seed() == 3
+
+
+@pytest.mark.parametrize(("dropout", "share"), [("none", 0.0), ("philox", 0.1)])
+def test_a_rival_drops_out_as_the_spec_says(dropout, share, samples, tmp_path, monkeypatch):
+    rival = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr("qa_lib.train.plain.Bert", rival)
+    with pytest.raises(ZeroDivisionError):
+        trained(spec_of("E-plain", settings={"dropout": dropout}), samples, tmp_path)
+    assert rival.call_args.args[1] == share
+
+
+@pytest.mark.parametrize(("precision", "casts"), [("bf16", True), ("pure-bf16", False)])
+@pytest.mark.parametrize(
+    ("compiler", "asked"),
+    [("none", []), ("inductor", [{}]), ("reduce-overhead", [{"mode": "reduce-overhead"}])],
+)
+def test_a_rival_is_compiled_and_cast_as_the_spec_says(
+    precision, casts, compiler, asked, monkeypatch
+):
+    options = []
+    monkeypatch.setattr(torch, "compile", lambda model, **more: options.append(more) or model)
+    model = torch.nn.Module()
+    model.norm = torch.nn.LayerNorm(1)
+    step = PlainStep(model, precision, compiler, rate=0.5)
+    assert options == asked
+    assert step.autocast._enabled is casts
+    (group,) = step.optimizer.param_groups
+    assert (group["lr"], group["weight_decay"]) == (0.5, 0.0)
+
+
+def test_a_rivals_gradients_are_clipped_to_a_norm_of_1():
+    model = torch.nn.Linear(4, 1, bias=False)
+    model.norm = torch.nn.LayerNorm(1, elementwise_affine=True).requires_grad_(False)
+    step = PlainStep(model, "fp32", "none", rate=0.0)
+    step.forward = lambda x: 3.0 * model(x).sum()
+    gradients = []
+    step.optimizer.register_step_pre_hook(lambda *_: gradients.extend(model.weight.grad[0]))
+    step([{"x": torch.ones(1, 4)}])
+    assert gradients == pytest.approx([0.5] * 4)
 
 
 @pytest.mark.parametrize(("recipe_rates", "factor"), [(False, 1), (True, 5)])
@@ -379,6 +440,87 @@ def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch)
     assert begin == 2
 
 
+def test_a_checkpoint_is_of_whole_weights_and_the_last_step_has_none(
+    samples, tmp_path, monkeypatch
+):
+    """`finish` gathers the weights where processes share them."""
+    calls = []
+
+    def save(checkpoint, step):
+        calls.append(f"save {step}")
+
+    monkeypatch.setattr(NoParallel, "finish", lambda strategy: calls.append("finish"))
+    monkeypatch.setattr(checkpoints.Checkpoint, "save", save)
+    trained(spec_of("A1", micro_batch=16, steps=4, checkpoint_every=2), samples, tmp_path)
+    assert calls == ["finish", "save 2", "finish"]
+
+
+def test_the_time_to_save_a_checkpoint_is_no_steps(samples, tmp_path, monkeypatch):
+    """On a clock that nothing else moves."""
+    now = 0.0
+
+    def save(*_):
+        nonlocal now
+        now += 100.0
+
+    monkeypatch.setattr(checkpoints.Checkpoint, "save", save)
+    monkeypatch.setattr("qa_lib.measure.meter.time.perf_counter", lambda: now)
+    spec = spec_of("A1", micro_batch=16, steps=3, checkpoint_every=1)
+    _, _, meter, *_ = trained(spec, samples, tmp_path)
+    assert meter.times == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"b": torch.zeros(4)},
+        {"a": torch.zeros(4, dtype=torch.int32)},
+        {"a": torch.zeros(2, 2)},
+        {"a": torch.zeros(4), "b": torch.zeros(0)},
+    ],
+    ids=["name", "type", "shape", "one more"],
+)
+def test_tensors_of_the_same_bytes_have_another_digest_where_anything_else_differs(other):
+    tensors = {"a": torch.zeros(4)}
+    assert checkpoints.digest_of(tensors) == checkpoints.digest_of(dict(tensors))
+    assert checkpoints.digest_of(other) != checkpoints.digest_of(tensors)
+    assert checkpoints.digest_of(tensors, {"step": 1}) != checkpoints.digest_of(tensors)
+
+
+# Processes and the loop.
+
+
+@pytest.mark.parametrize(("rank", "alike", "seed"), [(0, False, 3), (1, False, 4), (1, True, 3)])
+def test_processes_drop_out_by_numbers_of_their_own_unless_they_have_the_same_samples(
+    rank, alike, seed, samples, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(NoParallel, "draws_alike", alike)
+    spec = dataclasses.replace(spec_of("A1"), seed=3)
+    ranks = ProcessGroup(DEVICE)
+    ranks.rank = rank
+    batches = stop_after(batches_of(samples, spec), 0)
+    with pytest.raises(KeyboardInterrupt):
+        train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet, ranks=ranks)
+    assert torch.initial_seed() == seed
+
+
+def test_only_processes_that_cut_layers_have_the_same_samples():
+    alike = {name for name, strategy in STRATEGIES.items() if strategy.draws_alike}
+    assert alike == {"tensor"}
+
+
+@pytest.mark.parametrize(("backend", "peak_from"), [("none", PEAK_FROM), ("cudagraphs", 0)])
+def test_the_peak_of_memory_counts_from_the_first_step_where_that_records_graphs(
+    backend, peak_from, samples, tmp_path, monkeypatch
+):
+    meter = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr("qa_lib.train.loop.Meter", meter)
+    monkeypatch.setattr(torch, "compile", lambda model, **_: model)
+    with pytest.raises(ZeroDivisionError):
+        trained(spec_of("A1", {"compile": backend}), samples, tmp_path)
+    assert meter.call_args.args == (DEVICE, 2, peak_from), "2 steps are not measured"
+
+
 # Compiling.
 
 
@@ -451,6 +593,25 @@ def test_what_this_process_compiled_for_an_earlier_run_counts_as_found(monkeypat
     assert compilation.found_in_cache()
 
 
+@pytest.mark.parametrize(
+    ("hits", "by_kernels", "found"), [(0, False, False), (1, False, True), (0, True, True)]
+)
+def test_what_another_process_compiled_counts_as_found(hits, by_kernels, found, monkeypatch):
+    monkeypatch.setattr(compilation, "_compiled_before", False)
+    counters = torch._dynamo.utils.counters
+    monkeypatch.setitem(counters, "inductor", {"fxgraph_cache_hit": hits})
+    monkeypatch.setattr(compilation, "found_compiled", lambda: by_kernels)
+    assert compilation.found_in_cache() is found
+
+
+@pytest.mark.parametrize(("padding", "dynamic"), [("longest", True), ("max_length", False)])
+def test_shapes_are_symbolic_where_padding_varies(padding, dynamic, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda model, **options: asked.append(options))
+    compilation.compiled(torch.nn.Linear(1, 1), Settings(compile="inductor", padding=padding))
+    assert asked == [{"backend": "inductor", "dynamic": dynamic}]
+
+
 # The optimizer in 8 bits.
 
 
@@ -492,6 +653,30 @@ def test_the_8bit_optimizer_knows_the_embeddings_of_its_model_alone():
 def test_the_usual_optimizer_is_pytorchs():
     spec = spec_of("A1")
     assert isinstance(build_optimizer(build_model(spec), spec), torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused", "adamw-8bit"])
+def test_an_optimizer_lets_no_weight_decay_and_begins_at_the_peak_rate(optimizer):
+    spec = spec_of("A1", {"optimizer": optimizer})
+    (group,) = build_optimizer(torch.nn.Linear(2, 1), spec).param_groups
+    assert group["weight_decay"] == 0.0
+    assert group["lr"] == peak_rate(spec)
+
+
+def test_an_optimizer_has_the_parameters_that_it_is_given():
+    model = torch.nn.Linear(2, 1)
+    (group,) = build_optimizer(model, spec_of("A1"), [model.bias]).param_groups
+    assert len(group["params"]) == 1
+    assert group["params"][0] is model.bias
+
+
+def test_a_rate_is_set_for_all_parameters_and_where_it_is_a_tensor_in_place():
+    rate = torch.tensor(1.0)
+    first, second = torch.nn.Parameter(torch.ones(1)), torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": rate}, {"params": [second], "lr": 1.0}])
+    set_rate(optimizer, 0.25)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 0.25]
+    assert optimizer.param_groups[0]["lr"] is rate
 
 
 # What a run says of its steps.
@@ -603,3 +788,114 @@ def test_a_spoilt_log_loses_only_what_cannot_be_read_and_what_is_trained_once_mo
     (tmp_path / "steps.jsonl").write_bytes(b"\n".join(lines))
     step_log(tmp_path, 5, begin=3)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 1}\n{"step": 3}\n'
+
+
+def log_on_a_clock(folder, monkeypatch, steps, begin=0):
+    """A log of a run without compilation, what it says, and a function to note steps at a time."""
+    now = 0.0
+    said = []
+    monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now)
+    log = step_log(folder, steps, begin=begin, say=said.append)
+
+    def note(count, at):
+        nonlocal now
+        now = at
+        log.pending += [(torch.tensor(1.0), 0.1)] * count
+        log.write([0.25] * count)
+
+    return said, note
+
+
+def test_progress_is_said_at_each_tenth_of_the_steps_and_at_the_last(tmp_path, monkeypatch):
+    said, note = log_on_a_clock(tmp_path, monkeypatch, steps=40)
+    for number in range(1, 10):
+        note(1, at=float(number))
+    assert [line.split(",")[0] for line in said] == [
+        "A1 seed 0: step 4/40",
+        "A1 seed 0: step 8/40",
+    ]
+    note(30, at=39.0)
+    note(1, at=40.0)
+    assert said[-1].startswith("A1 seed 0: step 40/40, loss 1.000, ")
+
+
+def test_progress_is_said_a_minute_after_the_last_line_of_it(tmp_path, monkeypatch):
+    said, note = log_on_a_clock(tmp_path, monkeypatch, steps=1000)
+    for at in (59.0, 60.0, 119.0, 120.0):
+        note(1, at)
+    assert [line.split(",")[0] for line in said] == [
+        "A1 seed 0: step 2/1000",
+        "A1 seed 0: step 4/1000",
+    ]
+
+
+def test_progress_of_a_run_that_goes_on_counts_the_steps_of_this_process(tmp_path, monkeypatch):
+    """16 samples a step, 5 steps in 10 s, and 10 to come."""
+    said, note = log_on_a_clock(tmp_path, monkeypatch, steps=50, begin=35)
+    note(5, at=10.0)
+    assert said == ["A1 seed 0: step 40/50, loss 1.000, 8 samples/s, 00:10 so far, 00:20 left"]
+
+
+def test_a_line_of_the_log_has_milliseconds_and_the_rate_of_its_step(tmp_path):
+    log = step_log(tmp_path, 5, begin=2)
+    log.pending += [(torch.tensor(2.0), 0.5), (torch.tensor(1.0), 0.25)]
+    log.write([0.0123456, 1.0])
+    assert steps_of(tmp_path) == [
+        {"step": 3, "loss": 2.0, "lr": 0.5, "ms": 12.3456},
+        {"step": 4, "loss": 1.0, "lr": 0.25, "ms": 1000.0},
+    ]
+
+
+def test_the_noise_scale_stands_at_the_last_step_and_is_of_this_processs_steps(
+    tmp_path, monkeypatch
+):
+    asked = []
+
+    def noise(stats, steps):
+        asked.append(steps)
+        return Noise(sqr=3.0, var=10.0)
+
+    monkeypatch.setattr("qa_lib.train.grad_noise.StepStats.noise", noise)
+    log = step_log(tmp_path, 9, begin=4)
+    log.pending += [(torch.tensor(1.0), 0.1)] * 2
+    log.write([0.1, 0.1])
+    assert asked == [2]
+    assert [line.get("phi") for line in steps_of(tmp_path)] == [None, 3.33]
+
+
+@pytest.mark.parametrize(("world", "steps"), [(1, [3]), (2, [50])])
+def test_one_process_looks_at_its_losses_each_second_and_several_every_50_steps(
+    world, steps, tmp_path, monkeypatch
+):
+    now = 0.0
+    monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: now)
+    monkeypatch.setattr(ProcessGroup, "mean", lambda ranks, tensor: tensor)
+    log = step_log(tmp_path, 60)
+    log.ranks.world = world
+    meter = Mock(flush=lambda: [0.1] * len(log.pending))
+    written = []
+    for number in range(1, 52 if world > 1 else 4):
+        now = 0.4 * number
+        log.step(meter, ([], []), torch.tensor(1.0), 0.1)
+        if not log.pending:
+            written.append(number)
+    assert written == steps
+
+
+def test_a_process_that_is_not_the_first_neither_writes_nor_says(tmp_path):
+    said = []
+    ranks = ProcessGroup(DEVICE)
+    ranks.first = False
+    scaler = torch.amp.GradScaler("cpu", enabled=False)
+    log = StepLog(tmp_path, spec_of("A3"), 1, 0, scaler, ranks, said.append)
+    log.pending.append((torch.tensor(1.0), 0.1))
+    log.write([0.1])
+    assert said == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path):
+    log = step_log(tmp_path, 5)
+    log.path = tmp_path / "nowhere" / "steps.jsonl"
+    log.pending.append((torch.tensor(1.0), 0.1))
+    refused(r"^cannot write .*steps\.jsonl: No such file or directory$", log.write, [0.1])

@@ -171,6 +171,60 @@ def test_tokens_are_those_of_the_samples_that_workers_have_collated(samples, tmp
         step = [ids.pop(0) for _ in range(counts.samples // spec.settings.micro_batch)]
         assert counts.tokens == sum(int((rows != padding).sum()) for rows in step)
     assert ids == []
+def test_the_trainer_does_nothing_that_the_loop_does_not(samples, tmp_path, monkeypatch):
+    """Its own defaults are other ones."""
+    spec = spec_of("P0")
+    arguments = arguments_of("P0", samples, tmp_path, monkeypatch)
+    expected = {
+        "max_steps": STEPS,
+        "per_device_train_batch_size": spec.settings.micro_batch,
+        "lr_scheduler_type": "linear",
+        "weight_decay": 0.0,
+        "fp16": False,
+        "bf16": False,
+        "seed": spec.seed,
+        "use_cpu": True,
+        "dataloader_drop_last": True,
+        "remove_unused_columns": False,
+        "train_sampling_strategy": "random",
+        "torch_compile_backend": None,
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "report_to": "none",
+    }
+    assert {name: arguments[name] for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "value"),
+    [
+        ({"precision": "fp16"}, "fp16", True),
+        ({"precision": "bf16"}, "bf16", True),
+        ({"group_by_length": True}, "train_sampling_strategy", "group_by_length"),
+        ({"compile": "inductor"}, "torch_compile_backend", "inductor"),
+    ],
+)
+def test_the_trainer_is_asked_for_a_setting(changes, name, value, samples, tmp_path, monkeypatch):
+    arguments = Mock(side_effect=ZeroDivisionError)
+    monkeypatch.setattr(trainer, "TrainingArguments", arguments)
+    with pytest.raises(ZeroDivisionError):
+        trained(resized(spec_of("P0"), changes), samples, tmp_path)
+    assert arguments.call_args.kwargs[name] == value
+
+
+def test_what_is_logged_of_a_step_is_of_its_micro_batches_alone():
+    """Those of later steps may have been collated already."""
+    collator = Mock(micro_batches=[[1], [2], [3]])
+    metered = Mock(data_collator=collator, losses=[0.5, 0.25], rate=0.1)
+    log = Mock()
+    hooks = Mock()
+    steps = trainer._Steps(metered, "meter", log, hooks, polls=False)
+    steps.on_step_end(None, Mock(global_step=7), None)
+    collator.batches.tokens.assert_called_once_with([[1], [2]])
+    log.step.assert_called_once_with("meter", collator.batches.tokens.return_value, 0.75, 0.1)
+    hooks.finished.assert_called_once_with(7)
+    assert collator.micro_batches == [[3]]
+    assert metered.losses == []
 
 
 def test_deepspeed_is_not_asked_for_without_the_setting(samples, tmp_path, monkeypatch):

@@ -369,6 +369,12 @@ def test_lists_of_sizes_are_tried_in_every_combination():
     assert len({spec.hash for spec in specs}) == 8
 
 
+def test_all_variants_with_the_first_seed_come_first_and_each_run_once():
+    specs = plan(["A2", "A1", "A2"], "smoke", [3, 0, 3], data="synthetic:40", machine=CPU)
+    planned = [(spec.seed, spec.variant) for spec in specs]
+    assert planned == [(3, "A2"), (3, "A1"), (0, "A2"), (0, "A1")]
+
+
 def test_a_size_in_a_list_is_the_same_run_as_the_size_alone():
     words = {"data": "synthetic:40", "model": "tiny", "machine": H200}
     listed = plan(["A1"], "sizing", micro_batch=[8, 32], **words)
