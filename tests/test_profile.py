@@ -252,7 +252,7 @@ def test_a_profile_of_another_schema_is_refused(tmp_path):
 
 def test_a_step_lasts_the_median_of_the_last_timed_steps_before_the_profiler():
     of_start = [9.0] * profile.WARM
-    timed = [0.010] * 9 + [0.020] * 9 + [0.015] * (profile.TIMED - 18)
+    timed = [0.010] * 9 + [0.090] * 9 + [0.015] * (profile.TIMED - 18)
     of_profiler = [7.0] * 4
     meter = SimpleNamespace(times=[*of_start, *timed, *of_profiler])
     assert profile._median_step_ms(meter, profile.WARM + profile.TIMED) == pytest.approx(15.0)
@@ -499,6 +499,7 @@ def test_the_verb_profiles_what_was_asked_for_and_prints_where_the_step_goes(
     lines = typed(f"profile A2 {words}", tmp_path).splitlines()
     spec, runs = profiled.call_args.args
     assert (spec.variant, spec.settings.micro_batch, spec.preset.batch) == ("A2", 4, 16)
+    assert spec.data_source == "synthetic:40"
     assert profiled.call_args.kwargs == {"count": True}
     assert runs == tmp_path
     folder = tmp_path / spec.run_path
