@@ -2,6 +2,7 @@
 
 import errno
 import gc
+import argparse
 import inspect
 import json
 import os
@@ -20,6 +21,7 @@ import pytest
 from qa_lib.__main__ import check_utf8, end_of_os_error, main
 from qa_lib.errors import UserError
 from qa_lib.lab import run
+from qa_lib.lab.cli import values
 from qa_lib.lab.cli.options import SHOWN_PRESETS, overrides_of, variants_of
 from qa_lib.lab.cli.verbs import GROUPS, VERBS, parser_of
 from qa_lib.lab.search.plan import plan
@@ -556,3 +558,79 @@ def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch, tmp_path, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "fit", lambda spec, *_, **__: new_record(spec, {}))
     assert typed("run A1 --preset smoke") == ""
+# Options and their values.
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_the_help_tells_the_default_that_an_option_has(verb):
+    for action in parser_of(verb)._actions:
+        told = re.search(r"default: ([^,;)]+)", action.help)
+        has_value = action.nargs != 0 and action.default not in (None, [])
+        if told and has_value:
+            convert = action.type or str
+            default = action.default
+            if isinstance(default, str):
+                default = convert(default)  # as argparse does
+            assert convert(told[1]) == default, action.dest
+
+
+KINDS = [
+    (values.count, "1 2147483647", "0 -1 2147483648"),
+    (values.seed, "0 9223372036854775807", "-1 9223372036854775808"),
+    (values.gpu_index, "0 1023", "-1 1024"),
+    (values.port, "0 65535", "-1 65536"),
+    (values.number, "-1e308 0 1e308 inf", "nan"),
+    (values.positive_number, "5e-324 1e308", "0 -1 inf nan"),
+    (values.learning_rate, "1e-9 0.999", "0 1 -0.1 nan"),
+    (values.compute_capability, "5 7.5 20", "4.9 20.1 75"),
+]
+
+
+@pytest.mark.parametrize(("kind", "taken", "not_taken"), KINDS)
+def test_a_number_is_taken_within_its_bounds_alone(kind, taken, not_taken):
+    for word in taken.split():
+        kind(word)
+    for word in not_taken.split():
+        with pytest.raises(argparse.ArgumentTypeError):
+            kind(word)
+
+
+def test_a_folder_to_write_to_may_be_missing_and_may_not_be_a_file_or_a_broken_link(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "link").symlink_to("nowhere")
+    assert values.folder(str(tmp_path / "new" / "runs")) == tmp_path / "new" / "runs"
+    for name, said in (("file", "no folder"), ("file/runs", "no folder"), ("link", "a link that")):
+        with pytest.raises(argparse.ArgumentTypeError, match=said):
+            values.folder(str(tmp_path / name))
+
+
+def test_a_folder_that_may_not_be_written_to_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: mode != os.W_OK)
+    with pytest.raises(argparse.ArgumentTypeError, match="no folder that can be written to"):
+        values.folder(str(tmp_path))
+
+
+@pytest.mark.parametrize("word", ["-5", "-.5", "-1.", "-1E+3"])
+def test_every_way_to_write_a_negative_number_is_a_value(word):
+    words = ["data.json", "predictions.json", "--na-prob", "odds.json", "--na-threshold", word]
+    assert parser_of("score").parse_args(words).na_threshold == float(word)
+
+
+def test_what_was_typed_replaces_the_presets_value_of_that_name():
+    typed_values = {
+        "world": 2,
+        "stages": 3,
+        "batch": 4,
+        "epochs": 5,
+        "learning_rate": 0.6,
+        "max_length": 7,
+        "max_answer_length": 8,
+    }
+    words = [f"--{name.replace('_', '-')}={value}" for name, value in typed_values.items()]
+    args = parser_of("run").parse_args(["A1", "--preset", "smoke", *words])
+    assert overrides_of(args) == typed_values
+
+
+def test_a_model_may_be_named_more_than_once_for_the_app():
+    args = parser_of("app").parse_args(["--model", "one", "--model", "two"])
+    assert args.model == ["one", "two"]

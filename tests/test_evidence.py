@@ -632,3 +632,191 @@ def test_a_claim_holds_where_the_whole_interval_lies_between_its_bounds(differen
 def test_scores_of_one_seed_at_several_micro_batches_are_averaged():
     runs = pd.concat([judged(A1=[60, 70]), judged(A1=[62])])
     assert stats.by_seed(runs)["A1"].tolist() == [61.0, 70.0]
+
+
+# Numbers and words of a line, each by itself.
+
+
+def test_a_run_whose_record_has_no_stages_has_one():
+    every = committed()
+    has_none = every["spec.stages"].isna()
+    assert has_none.any()
+    assert every.loc[has_none, "stages"].eq(1).all()
+
+
+@pytest.fixture(scope="module")
+def many_kinds(tmp_path_factory):
+    """The lines of runs on an H200, by variant.
+
+    The baseline lacks a seed of A2; A3 found code compiled; A4 failed and B1 was killed.
+    """
+    runs = tmp_path_factory.mktemp("many_kinds")
+    for seed in range(4):
+        make(runs, "A2", seed)
+    for seed in (1, 2, 3):
+        make(runs, "A1", seed)
+    for seed, compile_s in enumerate((0.1, 0.5, 0.3)):
+        change_record(make(runs, "A3", seed), time={"compile_s": compile_s})
+    make(runs, "A1-fp32")
+    make(runs, "A4", status="error", error={"kind": "E", "message": "no luck " * 50})
+    make(runs, "B1", status="killed")
+    columns = {
+        "env.gpu": "NVIDIA H200",
+        "speed.gemm_utilization": 0.8,
+        "speed.gemm_tflops_measured": 98.9,
+    }
+    loaded = load_runs(runs).assign(**columns)
+    return summary.summary(select(loaded, GROUP)).set_index("variant")
+
+
+def test_a_ratio_to_a_baseline_that_lacks_a_seed_has_no_interval(many_kinds):
+    assert math.isnan(many_kinds.loc["A2", "ratio±"])
+    assert many_kinds.loc["A2", "delta±"] == 0.0
+
+
+def test_of_runs_that_found_code_compiled_the_longest_compilation_counts(many_kinds):
+    assert many_kinds.loc["A3", "warm_compile_s"] == 0.5
+    assert math.isnan(many_kinds.loc["A3", "compile_s"])
+
+
+def test_a_run_in_fp32_has_no_mfu(many_kinds):
+    assert math.isnan(many_kinds.loc["A1-fp32", "mfu"])
+    assert many_kinds.loc["A2", "mfu"] == pytest.approx(0.08)
+
+
+def test_a_long_reason_is_cut(many_kinds):
+    note = many_kinds.loc["A4", "note"]
+    assert note.startswith("error: no luck no luck")
+    assert note.endswith(" …")
+    assert len(note) <= summary.NOTE_LETTERS
+
+
+def test_a_run_that_ended_without_a_reason_is_not_finished(many_kinds):
+    assert many_kinds.loc["B1", "note"] == "killed: not finished"
+
+
+@pytest.mark.parametrize(
+    ("variant", "ancestor", "words"),
+    [
+        ("L1", None, "baseline (A1 + precision: fp32)"),
+        # What it sets last counts, and what it sets back does not.
+        (
+            "E-masters",
+            "E-packed",
+            "E-packed + optimizer: adamw-master + cuda_graph: True + precision: bf16",
+        ),
+        ("E-masters-eager", "E-adamw", "E-adamw + precision: bf16 + optimizer: adamw-master"),
+    ],
+)
+def test_a_change_over_several_variants_is_what_is_left_of_it(variant, ancestor, words):
+    assert summary.change(variant, ancestor) == words
+
+
+@pytest.fixture
+def line(three_seeds):
+    """A line in which each measured value is another one."""
+    values = {
+        "samples_per_s": 11.0,
+        "tokens_per_s": 12.0,
+        "ratio": 1.3,
+        "step_ms": 20.0,
+        "step_p10_ms": 18.0,
+        "step_p90_ms": 25.0,
+        "data_ms": 5.0,
+        "busy": 0.95,
+        "gemm_utilization": 0.6,
+        "mfu": 0.4,
+        "peak_mib": 2000.0,
+        "joules": 0.7,
+        "score": 81.0,
+        "delta": -0.5,
+        "trainable": 75_300.0,
+        "compile_s": 31.0,
+        "break_even": math.inf,
+        "wall_s": 90.0,
+    }
+    one = three_seeds.reset_index()[:1]
+    without = {name: math.nan for name in one if name.endswith("±")}
+    return one.assign(**values, **without)
+
+
+def test_each_value_stands_under_its_heading(line):
+    (row,) = summary.result_table(line).to_dict("records")
+    del row["what it changes"]
+    assert row == {
+        "variant": "A1",
+        "n": "3",
+        "samples/s": "11.0",
+        "× A1": "1.30",
+        "step ms [p10–p90]": "20.0 [18.0–25.0]",
+        "waits for data, at most": "25.0 %",
+        "GPU busy": "95.0 %",
+        "GEMM utilization": "60.0 %",
+        "MFU": "40.0 %",
+        "peak MiB": "2,000",
+        "J/sample": "0.70",
+        "F1": "81.00",
+        "ΔF1 vs A1": "−0.50",
+        "trainable": "75.3 k",
+        "compile s": "31.0",
+        "break-even step": "never",
+        "wall s": "90.0",
+    }
+
+
+def test_tokens_a_second_are_shown_of_a_language_model_alone(line):
+    of_language = line.assign(**{"task.name": "lm"})
+    assert summary.result_table(of_language)["tokens/s"].item() == "12.0"
+
+
+def test_a_count_from_1000_on_is_in_thousands():
+    assert format.count(999) == "999"
+    assert format.count(1_000) == "1 k"
+
+
+def test_what_is_missing_is_a_dash_and_a_column_of_dashes_is_left_out():
+    table = pd.DataFrame({"a": ["x", None], "b": ["–", None]})
+    assert tables.compact(table).to_dict("list") == {"a": ["x", "–"]}
+
+
+def test_published_differences_are_a_variants_less_the_baselines():
+    theirs = facts.published()
+    assert theirs.loc["A4-nb", "delta"] == pytest.approx(0.61)
+    assert theirs.loc["A4-nb", "ratio"] == pytest.approx(51.59 / 43.91)
+    assert theirs.loc["A3", "peak_mib"] == 3087.0
+
+
+# Choices among runs, of columns alone.
+
+
+def test_a_verdict_takes_scores_at_both_thresholds():
+    runs = judged(A1=[60, 61, 62], A2=[60, 61, 62], A3=[60, 61, 62])
+    runs.loc[runs["spec.variant"] == "A3", "quality.best_f1"] = math.nan
+    assert stats.equivalence(runs).index.tolist() == ["A2"]
+
+
+def test_a_score_of_a_run_that_did_not_end_ok_does_not_count():
+    runs = judged(A1=[60, 61], A2=[60, 61])
+    runs.loc[runs.index[-1], "status"] = "killed"
+    assert stats.by_seed(runs)["A2"].isna().tolist() == [False, True]
+
+
+def chosen_elsewhere(monkeypatch, *rows):
+    """The group of the runs at preset `lm-bench` that are nearest to a group of no such hardware.
+
+    Each row is (group, variant, hardware).
+    """
+    monkeypatch.setattr(evidence, "select", lambda runs, group: pd.DataFrame({"group": [group]}))
+    runs = pd.DataFrame(rows, columns=["group", "spec.variant", "spec.hardware"])
+    runs = runs.assign(**{"spec.preset.name": "lm-bench", "spec.search": ""})
+    return evidence.nearest_runs_at_preset(runs, "new", "lm-bench")["group"].tolist()
+
+
+def test_elsewhere_the_group_with_the_most_runs_is_nearest(monkeypatch):
+    rows = [("x", "L1", "x"), *[("y", "L1", "y")] * 2, *[("z", "L-bf16", "z")] * 3]
+    assert chosen_elsewhere(monkeypatch, *rows) == ["y"], "z has no baseline"
+
+
+def test_a_groups_own_runs_are_nearest_even_without_a_baseline(monkeypatch):
+    rows = [("new", "L-bf16", "new"), *[("y", "L1", "y")] * 2]
+    assert chosen_elsewhere(monkeypatch, *rows) == ["new"]

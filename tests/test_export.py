@@ -1,9 +1,12 @@
 """Records for other tools. TensorBoard, Weights & Biases and trackio are played by mocks."""
 
+import contextvars
 import json
+import math
 import os
 import re
 import sys
+from types import SimpleNamespace
 from unittest.mock import MagicMock, Mock
 
 import pandas as pd
@@ -13,6 +16,7 @@ from qa_lib.__main__ import main
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import export
 from qa_lib.records import record
+from qa_lib.records.archive import read_runs
 from qa_lib.spec.machine import Machine
 from tests.material import leave
 
@@ -211,3 +215,88 @@ def test_steps_that_cannot_be_read_cost_a_sentence_a_run(
     assert main([*words, str(tmp_path / "logs")]) == 0
     assert capsys.readouterr().err.count("left out: ") == 2
     assert lab.SummaryWriter.call_count == 1
+
+
+# What is exported of a run, by itself.
+
+
+def test_the_figures_of_a_run_are_the_numbers_that_it_measured():
+    entry = {
+        "speed": {"samples_per_s": 10.5, "gpu_busy": None},
+        "memory": {"peak_alloc_mib": math.nan},
+        "energy": {"by": "nvml"},
+        "quality": {"f1": 81, "n": 3},
+        "time": {"step_ms": {"median": 4.0}, "compile_cached": True},
+        "data": {"n": 7},
+    }
+    assert export.figures_of(entry) == {
+        "speed/samples_per_s": 10.5,
+        "quality/f1": 81,
+        "quality/n": 3,
+        "time/step_ms/median": 4.0,
+    }
+
+
+def test_a_table_has_no_column_of_what_an_archive_keeps_beside_a_record(tmp_path):
+    entry = {"run_id": "r", "profile": {"time": 1}, "quantized": [], "speed": {"mfu": None}}
+    export.write_table([SimpleNamespace(record=entry)], tmp_path / "out.csv")
+    assert (tmp_path / "out.csv").read_text() == "run_id,speed.mfu\nr,\n"
+
+
+def test_a_tracker_keeps_what_a_run_that_has_not_ended_has_sent(runs, tmp_path, lab):
+    (folder,) = runs.glob("*/A1-*")
+    record.write_record(folder, record.read_record(folder) | {"status": "running"})
+    (run,) = [run for run in read_runs(runs) if run.folder == folder]
+    sent = export.Export("wandb", tmp_path)
+    sent.update(run)
+    assert lab.finish.call_count == 0
+    sent.close()
+    assert lab.finish.call_count == 1
+    assert [call.kwargs["step"] for call in lab.log.call_args_list] == [1, 2]
+
+
+@pytest.mark.parametrize(("variable", "mode"), [(None, "offline"), ("online", "online")])
+def test_a_run_of_weights_and_biases_has_its_name_its_folder_and_its_mode(
+    variable, mode, tmp_path, monkeypatch
+):
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    module = Mock()
+    export.wandb(module, tmp_path / "logs", project="g", name="r", config={"seed": 0})
+    assert (tmp_path / "logs").is_dir()
+    assert module.init.call_args.kwargs == {
+        "project": "g",
+        "name": "r",
+        "config": {"seed": 0},
+        "dir": tmp_path / "logs",
+        "mode": mode,
+        "reinit": "create_new",
+    }
+
+
+def test_a_run_of_trackio_is_begun_in_a_context_of_its_own(tmp_path):
+    opened = contextvars.ContextVar("opened", default=None)
+    module = Mock()
+    module.init = Mock(side_effect=lambda **named: opened.set(named["name"]))
+    export.trackio(module, tmp_path, project="g", name="r", config={})
+    assert module.init.call_args.kwargs["project"] == "g"
+    assert opened.get() is None
+
+
+def test_a_run_of_tensorboard_lies_in_the_folder_of_its_group(tmp_path):
+    module = Mock()
+    run = export.TensorBoard(module, tmp_path, project="g", name="r", config={})
+    run.finish()
+    assert module.SummaryWriter.call_args.args == (tmp_path / "g" / "r",)
+    assert module.SummaryWriter.return_value.close.called
+
+
+def test_runs_are_looked_at_every_two_seconds_and_of_the_asked_group_alone(runs, monkeypatch):
+    sleep = Mock(side_effect=[None, KeyboardInterrupt])
+    monkeypatch.setattr(export.time, "sleep", sleep)
+    followed = Mock()
+    with pytest.raises(KeyboardInterrupt):
+        export.follow(runs, "h200-smoke", followed)
+    assert sleep.call_args.args == (2.0,)
+    assert not followed.update.called

@@ -1,8 +1,11 @@
 """The figures of the report, their parts, and their way into files and notebooks."""
 
+import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 from PIL import Image
 
@@ -10,6 +13,7 @@ from qa_lib.lab.report import figures, profile_figures, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
 from qa_lib.records.record import DEFAULT_PRESET
+from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused, write
 from tests.report_runs import make, make_one_of_each_kind
 from tests.tiny import H200
@@ -190,3 +194,232 @@ def test_a_figure_that_cannot_be_drawn_is_a_sentence(own):
 
 def test_a_spoilt_record_is_a_sentence_that_names_the_error():
     assert style.show(lambda: {}["x"]).data.startswith("*Not shown: KeyError")
+
+
+# Titles, of lines that are columns alone.
+
+
+@pytest.mark.parametrize(
+    ("ratios", "title"),
+    [
+        ({"A1": 1.0}, "No variant beside A1 has a speed here"),
+        ({"A1": 1.0, "A3": 3.0, "A2": 2.0}, "A3 trains 3.00× as fast as A1"),
+        ({"A1": 1.0, RECOMMENDED: 8.0, "E-fp8-uncompiled": 9.0}, f"{RECOMMENDED} trains 8.00× as"),
+        (
+            {"A1": 1.0, "A2": 6.0, "A0": 0.5, "E-plain-graphs": 3.0},
+            "A2 trains 6.00× as fast as A1, 2.00× as fast as plain PyTorch (E-plain-graphs)",
+        ),
+        (
+            {"A1": 1.0, "A2": 6.0, "A0": 0.5, "A0-compile": 3.0},
+            "A2 trains 6.00× as fast as A1, 2.00× as fast as the best Trainer (A0-compile)",
+        ),
+    ],
+)
+def test_the_finding_of_speeds_names_the_top_and_its_best_rival(ratios, title):
+    lines = pd.DataFrame({"variant": [*ratios], "ratio": [*ratios.values()], "task.name": "qa"})
+    assert figures.speed_finding(lines).startswith(title)
+
+
+def test_the_lines_of_speeds_are_at_the_largest_micro_batch_of_the_baseline(monkeypatch):
+    rows = [("A1", 8, 10.0), ("A1", 16, 20.0), ("A1", 32, math.nan), ("A3", 16, 5.0), ("A3", 32, 9)]
+    lines = pd.DataFrame(rows, columns=["variant", "micro_batch", "samples_per_s"])
+    monkeypatch.setattr(figures, "summary", lambda runs: lines.assign(length=384))
+    runs = pd.DataFrame({"status": ["ok"], "time.wall_s": [1.0], "task.name": ["qa"]})
+    assert figures.timed(runs)["variant"].tolist() == ["A1", "A3"]
+    assert figures.timed(runs)["micro_batch"].eq(16).all()
+
+
+# A run as it went.
+
+
+def test_a_run_is_drawn_with_its_loss_its_steps_and_where_timing_begins(tmp_path):
+    folder = tmp_path / "g" / "A1-s0-x"
+    folder.mkdir(parents=True)
+    steps = [{"step": n, "loss": float(n), "lr": 0.1, "ms": 5.0 + n} for n in range(1, 41)]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    spec = {"variant": "A1", "preset": {"measure_from": 7}}
+    record = {"run_id": "A1-s0-x", "group": "g", "status": "ok", "spec": spec}
+    failed = record | {"status": "oom", "spec": {**spec, "variant": "A2"}}
+    figure = figures.fig_run([record, failed], tmp_path)
+    left, right = figure.axes
+    assert style.title_of(figure) == "Training loss at the end: 30.50 in A1"
+    assert left.lines[0].get_ydata()[[0, 1, 39]].tolist() == [1.0, 1.5, 30.5]
+    assert right.lines[0].get_ydata()[0] == 6.0
+    assert right.lines[1].get_xdata() == [7, 7]
+    refused("A1-s0-x is oom", figures.fig_run, [failed], tmp_path)
+
+
+# Profiles, by their numbers alone.
+
+
+def profile_of(step_ms=10.0, busy_ms=8.0, **memory):
+    """A profile with these numbers, whose memory is at its peak in the backward pass."""
+    held = {
+        "params_mib": 100.0,
+        "optimizer_mib": 200.0,
+        "activations_mib": 600.0,
+        "grads_mib": 50.0,
+        "workspace_mib": 100.0,
+        "fragmentation_mib": 24.0,
+        "peak_mib": 1000.0,
+        "peak_phase": "backward",
+    }
+    return {
+        "group": "h200-bench",
+        "code": {"commit": "a" * 40},
+        "spec": {"micro_batch": 8},
+        "env": {"gpu": "NVIDIA H200", "cpu": "a host"},
+        "time": {
+            "step_ms": step_ms,
+            "busy_ms": busy_ms,
+            "busy_share": busy_ms / step_ms,
+            "launches_per_step": 1234,
+            "parts": {"forward": {"attention": 3.0}, "optimizer": {"optimizer": 5.0}},
+        },
+        "memory": held | memory,
+    }
+
+
+def test_a_step_is_drawn_with_the_time_in_which_the_gpu_waits():
+    (axis,) = profile_figures.step({"A1": profile_of()}).axes
+    title = axis.get_title(loc="left")
+    assert title == "A1: 10.0 ms a step, the GPU busy for 80.0 %, 1,234 launches"
+    widths = {blocks.get_label(): max(blocks.datavalues) for blocks in axis.containers}
+    assert widths["attention"] == 3.0
+    assert widths["optimizer"] == 5.0
+    assert widths["waiting"] == 2.0
+
+
+def test_the_caption_of_a_profile_says_on_what_it_was_made():
+    figure = profile_figures.profile_figure("Title", {"A1": profile_of(), "A3": profile_of()}, 2.0)
+    assert figure.get_supxlabel().replace("\n", " ") == (
+        "Group h200-bench, profiled apart from its timed runs, micro-batch 8. Code aaaaaaa. "
+        "NVIDIA H200, host a host."
+    )
+
+
+def drawn_memory(shown):
+    """The title of a figure of memory, and the GiB of each block of its bars, by profile."""
+    figure = profile_figures.phases(shown)
+    (axis,) = figure.axes
+    blocks = {each.get_label(): each.datavalues.tolist() for each in axis.containers}
+    return style.title_of(figure), pd.DataFrame(blocks, index=[*shown])
+
+
+def test_memory_is_drawn_in_gib_by_what_fills_it_at_the_peak():
+    title, gib = drawn_memory({"A1": profile_of(), "A3": profile_of(peak_mib=800.0)})
+    assert title == "Activations fill 60.0 % of the peak in A1, 75.0 % in A3"
+    assert gib.loc["A1"].mul(1024).to_dict() == {
+        "parameters": 100.0,
+        "optimizer state": 200.0,
+        "activations": 600.0,
+        "gradients and workspace": 100.0,
+        "reserved, not used": 24.0,
+    }
+
+
+def test_in_the_optimizers_phase_gradients_stand_in_place_of_activations():
+    shown = {"A1": profile_of(peak_phase="optimizer", optimizer_mib=700.0)}
+    title, gib = drawn_memory(shown)
+    assert title == "Optimizer state fill 70.0 % of the peak in A1"
+    assert gib.loc["A1", "activations"] == 0.0
+    assert gib.loc["A1", "gradients and workspace"] == 150.0 / 1024
+
+
+def test_memory_is_not_drawn_where_no_profile_has_any():
+    refused("which a CPU has not", profile_figures.phases, {"A1": profile_of() | {"memory": None}})
+
+
+def runs_with_profiles(*rows):
+    """Runs of (variant, micro-batch, profile) of one group."""
+    table = pd.DataFrame(
+        [(variant, size, SimpleNamespace(profile=lambda p=p: p)) for variant, size, p in rows],
+        columns=["spec.variant", "micro_batch", "run"],
+    )
+    return table.assign(**{"memory.peak_alloc_mib": 1000.0, "task.name": "qa"})
+
+
+@pytest.fixture
+def steps_drawn(monkeypatch):
+    """What is drawn as steps or as memory: {name: profile}."""
+    monkeypatch.setattr(profile_figures, "step", lambda shown: shown)
+    monkeypatch.setattr(profile_figures, "phases", lambda shown: shown)
+
+
+def test_profiles_are_in_table_order_and_named_by_their_micro_batches():
+    rows = [("A3", 8, profile_of()), ("A1", 32, profile_of()), ("A2", 8, None)]
+    table = profile_figures.profiles(runs_with_profiles(*rows))
+    assert table["name"].tolist() == ["A1, micro-batch 32", "A3, micro-batch 8"]
+    assert table["peak_mib"].tolist() == [1000.0, 1000.0]
+
+
+def test_two_steps_are_drawn_at_the_largest_micro_batch_of_both(steps_drawn):
+    rows = [
+        ("A1", 8, profile_of(1.0)),
+        (RECOMMENDED, 8, profile_of(2.0)),
+        ("A1", 16, profile_of(10.0)),
+        ("A2", 16, profile_of(6.0)),
+        ("A3", 16, profile_of(5.0)),
+        ("A1", 32, profile_of(20.0)),
+    ]
+    shown = profile_figures.fig_step(runs_with_profiles(*rows))
+    assert {name: profile["time"]["step_ms"] for name, profile in shown.items()} == {
+        "A1": 10.0,
+        "A3": 5.0,
+    }
+    assert [*profile_figures.fig_step(runs_with_profiles(*rows[:2]))] == ["A1", RECOMMENDED]
+
+
+def test_a_profile_may_differ_from_its_run_by_the_batches_that_it_drew(steps_drawn):
+    rows = [
+        (name, 8, profile_of(peak_mib=peak_mib))
+        for name, peak_mib in (("A1", 1049.0), ("A2", 1060.0), ("A3", 951.0), ("A4", 940.0))
+    ]
+    assert [*profile_figures.fig_phases(runs_with_profiles(*rows))] == ["A1", "A3"]
+
+
+# The frame of a figure.
+
+
+def test_the_caption_of_a_group_ends_with_the_group_and_its_gpus():
+    columns = {"group": "g", "spec.hardware": "h200", "env.gpu": ["NVIDIA H200", None]}
+    figure = style.group_figure(pd.DataFrame(columns), "Title", "A note", 2.0)
+    assert figure.get_supxlabel() == "A note. Group g. NVIDIA H200."
+    assert style.title_of(figure) == "Title"
+
+
+def test_a_figure_of_a_cpu_says_so_in_title_and_caption():
+    columns = {"group": ["g"], "spec.hardware": "cpu", "env.gpu": None}
+    figure = style.group_figure(pd.DataFrame(columns), "Title", "", 2.0)
+    assert figure.get_supxlabel() == f"Group g. {style.CPU_CAVEAT}."
+    assert style.title_of(figure) == "On a CPU: Title"
+
+
+def test_variants_are_told_apart_by_their_engine_and_the_baseline():
+    names = pd.Series(["A1", "A3", "A0", "E-plain"])
+    assert style.kinds(names, "A1").tolist() == [
+        "baseline",
+        "this library",
+        "the Trainer",
+        "plain PyTorch",
+    ]
+
+
+def test_a_line_is_not_broken_before_a_percent_sign_nor_within_a_word():
+    assert style.wrap("about 90 % of it", 9) == "about\n90\u00a0% of\nit"
+    assert style.wrap("take micro-batches", 13) == "take\nmicro-batches"
+
+
+def test_a_notebook_is_shown_text_as_markdown_and_a_frame_as_a_table():
+    assert style.show(lambda: "**text**").data == "**text**"
+    assert style.show(lambda: pd.DataFrame({"n": ["1"]})).data == "| n |\n| ---: |\n| 1 |"
+
+
+def test_bars_are_named_from_the_top_down():
+    axis = style.new_figure("Title", "", 3.0).subplots()
+    table = pd.DataFrame({"x": [1.0, 2.0], "y": [3.0, 4.0]}, index=["a", "b"])
+    style.stack(axis, table, {"x": "red", "y": "blue"})
+    bottom, top = axis.get_ylim()
+    assert bottom > top
+    assert [label.get_text() for label in axis.get_yticklabels()] == ["a", "b"]
+    assert axis.get_xlim() == (0, pytest.approx(1.02 * 6))

@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import dataclasses
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
@@ -9,6 +11,7 @@ import torch
 
 from qa_lib.lab.tools import profile
 from qa_lib.measure import trace
+from qa_lib.measure.meter import Memory
 from qa_lib.records.archive import Run
 from qa_lib.run import fit
 from tests.kernels import DEVICE
@@ -412,3 +415,278 @@ def test_on_a_cpu_there_is_no_overlap():
     found = trace.overlap(step, torch.device("cpu"))
     assert found == {"busy_ms": None, "exposed_ms": None}
     step.assert_not_called()
+# The numbers of a profile, by themselves.
+
+
+def test_a_step_lasts_the_median_of_the_last_timed_steps_before_the_profiler():
+    of_start = [9.0] * profile.WARM
+    timed = [0.010] * 9 + [0.090] * 9 + [0.015] * (profile.TIMED - 18)
+    of_profiler = [7.0] * 4
+    meter = SimpleNamespace(times=[*of_start, *timed, *of_profiler])
+    assert profile._median_step_ms(meter, profile.WARM + profile.TIMED) == pytest.approx(15.0)
+    assert profile._median_step_ms(SimpleNamespace(times=[0.5, 0.1, 0.1, 9]), 2) == 300.0
+
+
+def test_the_profiler_starts_one_step_before_those_that_it_records():
+    hooks = profile.TimeHooks(warm=5)
+    assert hooks.steps == 5 + 1 + profile.PROFILED
+    actions = [hooks.profiler.schedule(step) for step in range(hooks.steps)]
+    action = torch.profiler.ProfilerAction
+    recorded = [action.RECORD] * (profile.PROFILED - 1) + [action.RECORD_AND_SAVE]
+    assert actions == [action.NONE] * 5 + [action.WARMUP, *recorded]
+
+
+def test_a_timeline_adds_what_is_taken_and_subtracts_what_is_given_back():
+    changes = [
+        {"action": "alloc", "size": 3 * 2**20, "time_us": 1000},
+        {"action": "free_requested", "size": 2**20, "time_us": 1500},
+        {"action": "free_completed", "size": 2**20, "time_us": 2000},
+    ]
+    assert profile._timeline(changes, base=5 * 2**20) == [(0.0, 8.0), (1.0, 7.0)]
+
+
+def test_a_long_timeline_keeps_the_highest_of_the_changes_that_a_point_stands_for():
+    changes = []
+    for number in range(2 * profile.POINTS + 1):
+        action = "free_completed" if number % 2 else "alloc"
+        changes.append({"action": action, "size": 2**20, "time_us": number})
+    points = profile._timeline(changes, base=0)
+    assert len(points) <= profile.POINTS
+    assert {mib for _, mib in points} == {1.0}
+
+
+@pytest.mark.parametrize(
+    ("config", "causal", "widths"),
+    [
+        ({"hidden_size": 8, "intermediate_size": 24}, False, (8, 24, 2)),
+        ({"hidden_size": 8, "vocab_size": 50}, True, (8, 32, 50)),
+    ],
+)
+def test_a_models_widths_are_of_its_layers_and_of_what_it_returns(
+    config, causal, widths, monkeypatch
+):
+    monkeypatch.setattr(profile, "encoder_of", lambda model: SimpleNamespace(causal=causal))
+    model = SimpleNamespace(config=SimpleNamespace(**config))
+    assert profile._widths_of(model) == trace.Widths(*widths)
+
+
+class RecordedHooks:
+    """What `MemoryHooks` has after a step: 600 MiB at the peak, 900 held."""
+
+    def __init__(self, at, snapshot):
+        self.at = at
+        self.snapshot = snapshot
+        self.kept = 250 * 2**20
+        self.peaks = {"forward": 500 * 2**20, "backward": 600 * 2**20, "optimizer": 450 * 2**20}
+        self.reserved = 900 * 2**20
+        self.timeline = [(0.0, 1.0)]
+
+
+@pytest.fixture
+def memory_of(monkeypatch):
+    """Return a function that profiles the memory of a step with these peaks (MiB by phase)."""
+    lasting = Memory(params_mib=100.0, grads_mib=100.0, optimizer_mib=200.0)
+
+    def trained(spec, steps, data, device, hooks):
+        assert steps == profile.BEFORE_MEMORY + 1
+        hooks.peaks |= peaks
+        hooks.snapshot.write_bytes(b"changes")
+        return None, None, None
+
+    monkeypatch.setattr(profile.gc, "collect", lambda: None)  # which takes a second after tests
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda *_, **__: None)
+    monkeypatch.setattr(profile, "MemoryHooks", RecordedHooks)
+    monkeypatch.setattr(profile, "_train", trained)
+    monkeypatch.setattr(profile, "memory_use", lambda *_: lasting)
+    peaks = {}
+
+    def profiled_memory(**mib):
+        peaks.update({phase: size * 2**20 for phase, size in mib.items()})
+        memory, snapshot = profile._profile_memory(None, None, None)
+        assert snapshot == b"changes"
+        return memory
+
+    return profiled_memory
+
+
+def test_the_peak_of_memory_is_divided_into_what_it_is_for(memory_of):
+    assert memory_of() == {
+        "params_mib": 100.0,
+        "optimizer_mib": 200.0,
+        "grads_mib": 100.0,
+        "activations_mib": 250.0,
+        "workspace_mib": 50.0,
+        "peak_mib": 600.0,
+        "peak_phase": "backward",
+        "reserved_mib": 900.0,
+        "fragmentation_mib": 300.0,
+        "phases": {"forward": 500.0, "backward": 600.0, "optimizer": 450.0},
+        "timeline": [(0.0, 1.0)],
+    }
+
+
+def test_at_a_peak_in_the_optimizers_phase_gradients_are_held_and_no_activations(memory_of):
+    memory = memory_of(optimizer=700)
+    assert memory["peak_phase"] == "optimizer"
+    assert memory["workspace_mib"] == 700.0 - 100.0 - 200.0 - 100.0
+
+
+def test_the_memory_of_the_wanted_step_alone_is_recorded(tmp_path, monkeypatch):
+    recorded = []
+    changes = [{"action": "alloc", "size": 2**20, "time_us": 5}]
+    cuda = torch.cuda
+    monkeypatch.setattr(cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(cuda, "memory_allocated", lambda: 4 * 2**20)
+    monkeypatch.setattr(cuda, "memory_reserved", lambda: 9 * 2**20)
+    monkeypatch.setattr(cuda.memory, "_snapshot", lambda: {"device_traces": [changes]})
+    monkeypatch.setattr(cuda.memory, "_dump_snapshot", lambda path: recorded.append(path))
+    monkeypatch.setattr(
+        cuda.memory, "_record_memory_history", lambda **named: recorded.append(named)
+    )
+    hooks = profile.MemoryHooks(3, tmp_path / "snapshot")
+    for step in (1, 2, 3, 4):
+        hooks.finished(step)
+    begun, path, ended = recorded
+    assert begun["stacks"] == "python"
+    assert path == str(tmp_path / "snapshot")
+    assert ended == {"enabled": None}
+    assert hooks.timeline == [(0.0, 5.0)]
+    assert hooks.reserved == 9 * 2**20
+
+
+def test_nsight_computes_window_is_open_for_one_step(monkeypatch):
+    calls = []
+    cudart = SimpleNamespace(
+        cudaProfilerStart=lambda: calls.append("start"),
+        cudaProfilerStop=lambda: calls.append("stop"),
+    )
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: cudart)
+    hooks = profile.CounterHooks()
+    for step in range(1, hooks.at + 2):
+        hooks.finished(step)
+        calls.append(step)
+    before = [*range(1, profile.UNCOUNTED)]
+    last = profile.UNCOUNTED
+    assert calls == [*before, "start", last, "stop", last + 1, last + 2]
+
+
+# Nsight Compute in a process of its own.
+
+
+@pytest.fixture
+def nsight(monkeypatch):
+    """Return a function that plays Nsight Compute, which prints this; the commands it was given."""
+    commands = []
+
+    def plays(stdout="", stderr=""):
+        def run(command, **_):
+            commands.append(command)
+            return SimpleNamespace(stdout=stdout, stderr=stderr)
+
+        monkeypatch.setattr(profile.subprocess, "run", run)
+        return commands
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(profile.shutil, "which", lambda name: f"/bin/{name}")
+    monkeypatch.setattr(profile, "child_command", lambda work, spec: ["python", work.name])
+    return plays
+
+
+def test_nsight_compute_counts_the_kernels_of_a_process_of_its_own(nsight):
+    commands = nsight(stdout=NSIGHT_PAGE)
+    kernels = profile.counters(None, quiet)
+    (command,) = commands
+    assert [kernel["name"] for kernel in kernels] == ["gemm", "norm"]
+    assert command[0] == "ncu"
+    assert command[-2:] == ["python", "COUNT"]
+    assert command[command.index("--metrics") + 1] == ",".join(profile.METRICS.values())
+    assert command[command.index("--profile-from-start") + 1] == "off"
+
+
+@pytest.mark.parametrize(
+    ("stdout", "stderr", "reason"),
+    [
+        ("", "", "it saw no kernel"),
+        ("==ERROR== first\n", "==PROF== x\n==ERROR== ERR_NVGPUCTRPERM\n", "==ERROR== ERR_NVGPU"),
+    ],
+)
+def test_why_no_counters_were_read_is_one_line(nsight, stdout, stderr, reason):
+    nsight(stdout, stderr)
+    printed = []
+    assert profile.counters(None, printed.append) is None
+    assert printed[-1].startswith(f"Nsight Compute read no counters: {reason}")
+
+
+def test_without_nsight_compute_there_are_no_counters(nsight, monkeypatch):
+    nsight(stdout=NSIGHT_PAGE)
+    monkeypatch.setattr(profile.shutil, "which", lambda name: None)
+    printed = []
+    assert profile.counters(None, printed.append) is None
+    assert "no `ncu` here" in printed[0]
+
+
+def test_the_longest_kernels_come_first_and_few_are_kept():
+    page = NSIGHT_PAGE.split("\n")
+    lines = [f'"{n}","7","k{n}","{n},000","1","1"' for n in range(1, profile.KERNELS + 3)]
+    kernels = profile.parse_counters("\n".join([*page[:3], *lines]))
+    assert len(kernels) == profile.KERNELS
+    assert kernels[0]["name"] == f"k{profile.KERNELS + 2}"
+
+
+# What may be profiled, and what the verb prints.
+
+
+def test_what_cannot_run_here_or_takes_several_processes_is_not_profiled(tmp_path):
+    spec = planned("A2")
+    skipped = dataclasses.replace(spec, skip="no such kernel")
+    refused("A2 cannot run here: no such kernel", profile.profile, skipped, tmp_path)
+    several = dataclasses.replace(spec, world=2)
+    refused("A2 runs in 2 processes", profile.profile, several, tmp_path)
+
+
+PRINTED_PROFILE = {
+    "time": {
+        "step_ms": 12.345,
+        "busy_share": 0.5,
+        "launches_per_step": 99.6,
+        "parts": {"forward": {"attention": 1.234}},
+    },
+    "memory": {"phases": {"forward": 1234.5}},
+}
+
+
+def test_the_verb_profiles_what_was_asked_for_and_prints_where_the_step_goes(
+    tmp_path, monkeypatch, typed
+):
+    profiled = Mock(return_value=PRINTED_PROFILE)
+    monkeypatch.setattr(profile, "profile", profiled)
+    words = "--preset smoke --data synthetic:40 --micro-batch 4 --batch 16 --ncu --runs"
+    lines = typed(f"profile A2 {words}", tmp_path).splitlines()
+    spec, runs = profiled.call_args.args
+    assert (spec.variant, spec.settings.micro_batch, spec.preset.batch) == ("A2", 4, 16)
+    assert spec.data_source == "synthetic:40"
+    assert profiled.call_args.kwargs == {"count": True}
+    assert runs == tmp_path
+    folder = tmp_path / spec.run_path
+    assert lines == [
+        "step 12.35 ms, busy 50 %, 100 launches",
+        "  forward   attention 1.23 ms",
+        "  peak MiB  forward 1234",
+        f"{folder}/memory_snapshot.pickle is for https://docs.pytorch.org/memory_viz",
+        f"{folder}/profile.json",
+    ]
+
+
+def test_a_profile_says_of_which_run_it_is_and_what_the_machine_can_do(profiled):
+    folder, _ = profiled
+    entry = Run({}, folder).profile()
+    assert entry["run_id"] == folder.name
+    assert entry["group"] == folder.parent.name
+    assert entry["spec"]["micro_batch"] == 8
+    assert entry["spec"]["hash"].startswith(folder.name.rpartition("-")[2])
+    assert entry["time"]["step_ms"] > 0
+    assert set(entry["ceilings"]) == {"matrix_tflops", "copy_gb_per_s"}
+    assert entry["ncu"] is None

@@ -9,6 +9,7 @@ import shutil
 import sys
 from importlib.util import find_spec
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
 from qa_lib.lab.app.choices import named, offered
+from qa_lib.lab.tools import quantize as tools
 from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model import qat
 from qa_lib.model.build import build_model, save_model
@@ -438,3 +440,93 @@ def test_every_layer_is_rounded_where_its_inputs_are_multiples_of_a_group(monkey
     qat._quantize_layers(model, None)
     assert rounded == list(model.bert.encoder.layer)
     refused("a linear layer of 48 inputs .* groups of 32", qat._quantize_layers, bert_of(48), None)
+# The comparison, by its numbers: of models that are not quantized.
+
+
+def test_models_take_turns_at_the_same_questions_on_one_thread(monkeypatch):
+    threads = torch.get_num_threads()
+    asked = []
+
+    def answer(model, question, context):
+        assert torch.get_num_threads() == 1
+        asked.append((model, question))
+        number = len(asked)
+        return {"ms": {"tokenize": 1.0, "model": 100.0 * (model == "slow") + number % 2}}
+
+    examples = [SimpleNamespace(question=f"q{n}", context="") for n in range(12)]
+    monkeypatch.setattr(tools, "answer", answer)
+    found = tools.latencies(["quick", "slow"], SimpleNamespace(examples=examples))
+    assert found == [2.0, 101.0]
+    assert asked[:3] == [("quick", "q0"), ("slow", "q0"), ("quick", "q1")]
+    assert len(asked) == 2 * tools.REPEATS * tools.TIMED_QUESTIONS
+    assert asked[-1] == ("slow", f"q{tools.TIMED_QUESTIONS - 1}")
+    assert torch.get_num_threads() == threads
+
+
+def test_threads_are_given_back_where_a_question_cannot_be_answered(monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.setattr(tools, "answer", Mock(side_effect=RuntimeError("no answer")))
+    source = SimpleNamespace(examples=[SimpleNamespace(question="q", context="")])
+    with pytest.raises(RuntimeError, match="no answer"):
+        tools.latencies(["model"], source)
+    assert torch.get_num_threads() == threads
+
+
+def test_a_model_is_scored_at_threshold_0_with_the_bytes_of_all_its_weights(tmp_path, monkeypatch):
+    files = [tmp_path / "a", tmp_path / "b"]
+    for path in files:
+        path.write_bytes(b"12345")
+    scores = {"f1": 60.0, "best_f1": 70.0, "best_f1_thresh": -1.5, "exact": 1.0}
+    score = Mock(return_value=scores)
+    answers = SimpleNamespace(texts={"q": "she"}, null_odds={"q": 0.5})
+    monkeypatch.setattr(tools, "score", score)
+    monkeypatch.setattr(tools, "answers_to", lambda source, loaded: answers)
+    monkeypatch.setattr(tools, "inspect_checkpoint", lambda folder: SimpleNamespace(weights=files))
+    loaded = SimpleNamespace(model=Mock())
+    found = tools.scored(loaded, tmp_path, SimpleNamespace(examples=["q"]))
+    assert found == {
+        "f1": 60.0,
+        "best_f1": 70.0,
+        "best_f1_threshold": -1.5,
+        "weights_bytes": 10,
+    }
+    assert score.call_args.args == (["q"], answers.texts, answers.null_odds, 0.0)
+    assert loaded.model.to.call_args.args == ("cpu",)
+
+
+def test_the_verb_prints_what_quantizing_changes(monkeypatch, tmp_path, typed):
+    before = {"f1": 81.5, "weights_bytes": 12_340_000, "latency_ms": 7.125}
+    after = {"f1": 80.25, "weights_bytes": 5_000_000, "latency_ms": 4.0}
+    quantized = Mock(return_value={"before": before, "after": after})
+    monkeypatch.setattr(tools, "quantize_run", quantized)
+    lines = typed("quantize", tmp_path, "--weights", "int4", "--data", "d", "--max-answer-length=9")
+    assert quantized.call_args.args == (tmp_path, "int4", "d", 9)
+    assert lines.splitlines() == [
+        f"{tmp_path}/model-int4:",
+        "  81.50 -> 80.25 F1",
+        "  12.34 -> 5.00 MB",
+        "  7.12 -> 4.00 ms a question on a thread",
+    ]
+
+
+def test_a_comparison_is_of_what_was_saved_and_says_which_was_before(again, monkeypatch):
+    """Rounding is played by a copy; times and scores are those of the folder that is asked."""
+
+    def saved(model, tokenizer, folder):
+        shutil.copytree(again / "model", folder)
+
+    def scores_of(loaded, folder, source):
+        return {"f1": {"model": 80.0, "model-int8": 70.0}[folder.name]}
+
+    monkeypatch.setattr(tools, "quantize", lambda model, width: None)
+    monkeypatch.setattr(tools, "save_quantized", saved)
+    monkeypatch.setattr(tools, "scored", scores_of)
+    monkeypatch.setattr(tools, "latencies", lambda models, source: [2.0, 1.0])
+    said = []
+    found = quantize_run(again, "int8", max_answer_length=3, say=said.append)
+    assert found["before"] == {"f1": 80.0, "latency_ms": 2.0}
+    assert found["after"] == {"f1": 70.0, "latency_ms": 1.0}
+    assert found["data"] | {"sha256": ""} == {"name": "synthetic:60", "sha256": "", "n": 60}
+    assert found["run_id"] == again.name
+    assert json.loads((again / "model-int8" / "quantized.json").read_text()) == found
+    assert said == [f"{again.name}: 60 questions, twice"]

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import math
+from types import SimpleNamespace
 
 import numpy as np
 import pandas as pd
@@ -13,7 +14,7 @@ from scipy.optimize import curve_fit
 from qa_lib.lab.report import curves, noise_scale, scaling
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.variants_table import lead
-from tests.material import ROOT
+from tests.material import ROOT, refused
 from tests.report_runs import make
 from tests.tiny import H200
 
@@ -194,3 +195,284 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
     loss = pd.Series(np.tile([1.0, 2.0], 100))
     assert cell["formula"](loss, 10) == pytest.approx(0.1)
     assert cell["formula"](cell["repeated"](loss), 10) == 0.0
+
+
+# Lines of several GPUs, of runs that are columns alone.
+
+
+def gpu_runs(*lines):
+    """Runs that ended ok: (variant, GPUs, batch, micro-batch, samples/s, other columns)."""
+    rows = []
+    for variant, world, batch, micro_batch, speed, more in lines:
+        rows.append({
+            "spec.variant": variant,
+            "spec.seed": 0,
+            "spec.hardware": "h200",
+            "status": "ok",
+            "model": "bert",
+            "precision": "own",
+            "length": 384,
+            "training": "",
+            "world": world,
+            "stages": 1,
+            "batch": batch,
+            "micro_batch": micro_batch,
+            "speed.samples_per_s": speed,
+            "code.commit": "a",
+            **more,
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def line_of(runs, variant):
+    """The only line of a variant in `scaling`."""
+    return scaling.scaling(runs).set_index("variant").loc[variant]
+
+
+def test_a_gpu_waits_for_others_or_for_its_turn_in_a_pipeline():
+    exposed = {"parallel.exposed_ms": 3.0, "time.step_ms.median": 40.0}
+    runs = gpu_runs(
+        ("E-dropout", 1, 32, 8, 100, exposed),
+        ("P-one-bucket", 4, 32, 8, 160, exposed),
+        ("P-gpipe", 4, 32, 8, 160, exposed | {"parallel.bubble": 0.25}),
+    )
+    waiting_ms = scaling.scaling(runs).set_index("variant")["waiting_ms"]
+    assert waiting_ms.to_dict() == {"E-dropout": 0.0, "P-one-bucket": 3.0, "P-gpipe": 10.0}
+
+
+def test_processes_lie_apart_by_the_share_that_the_slowest_takes_longer():
+    of_processes = {
+        "parallel.rank_step_ms.0": 10.0,
+        "parallel.rank_step_ms.1": 12.0,
+        "parallel.rank_computing_ms.0": 8.0,
+        "parallel.rank_computing_ms.1": 4.0,
+    }
+    line = line_of(gpu_runs(("P-gpipe", 2, 32, 8, 160, of_processes)), "P-gpipe")
+    assert line["apart"] == pytest.approx(0.2)
+    assert line["unbalanced"] == pytest.approx(1.0)
+
+
+def test_the_one_gpu_works_at_the_micro_batch_at_which_it_is_quickest():
+    runs = gpu_runs(
+        ("E-dropout", 1, 32, 8, 100, {}),
+        ("E-dropout", 1, 32, 16, 80, {}),
+        ("P-zero1", 4, 32, 8, 160, {}),
+    )
+    line = line_of(runs, "P-zero1")
+    assert line["strong"] == pytest.approx(160 / 4 / 100)
+    assert math.isnan(line["weak"])
+
+
+@pytest.mark.parametrize(
+    ("alone", "reference"),
+    [(["E-dropout", "P-one-bucket"], "E-dropout"), (["P-one-bucket"], "P-one-bucket")],
+)
+def test_the_one_gpu_runs_the_variant_itself_only_where_its_ancestor_has_not_run(alone, reference):
+    of_one = [(name, 1, 32, 8, 100, {}) for name in alone]
+    runs = gpu_runs(*of_one, ("P-one-bucket", 4, 32, 8, 160, {}))
+    line = scaling.scaling(runs).query("world == 4").iloc[0]
+    assert line["reference"] == reference
+
+
+def test_only_runs_count_that_agree_with_most():
+    others = {"length": 128}
+    runs = gpu_runs(
+        ("E-dropout", 1, 32, 8, 100, {}),
+        ("P-one-bucket", 4, 32, 8, 160, {}),
+        ("P-one-bucket", 4, 64, 8, 500, others),
+    )
+    assert scaling.scaling(runs)["batch"].tolist() == [32, 32]
+
+
+SIZES = pd.DataFrame({
+    "variant": ["P1", "P1", "P1", "P-overlap"],
+    "world": [4, 4, 2, 4],
+    "stages": 1,
+    "batch": [32, 64, 32, 32],
+    "micro_batch": 8,
+    "speed": [10.0, 20.0, 30.0, 40.0],
+    "strong": [0.5, 0.5, 0.5, 0.5],
+    "weak": [math.nan, 0.5, 0.5, math.nan],
+})  # fmt: skip
+
+
+def test_the_size_with_the_most_efficiencies_comes_first():
+    assert scaling.common(SIZES, "strong") == [32, 64]
+    assert scaling.common(SIZES, "weak") == [16]
+
+
+def test_lines_of_a_size_are_those_of_so_many_samples_in_all_or_a_gpu():
+    assert scaling.at(SIZES, "strong", 32)["speed"].tolist() == [10.0, 30.0, 40.0]
+    assert scaling.at(SIZES, "weak", 16)["speed"].tolist() == [20.0, 30.0]
+
+
+def test_of_lines_of_one_size_the_quickest_micro_batch_stands():
+    slower = SIZES.assign(micro_batch=4, speed=1.0)
+    both = pd.concat([SIZES, slower], ignore_index=True)
+    assert scaling.at(both, "strong", 32)["micro_batch"].eq(8).all()
+
+
+@pytest.mark.parametrize(("cached", "told"), [(False, ""), (True, ", which found a part of")])
+def test_a_whole_training_is_projected_with_the_longest_compilation(cached, told):
+    compiled = {"time.compile_s": 50.0, "time.compile_cached": cached}
+    runs = gpu_runs(
+        ("E-dropout", 1, 8, 8, 100, compiled), ("P-one-bucket", 4, 32, 8, 395.262, compiled)
+    )
+    projected = scaling.projection(runs)
+    assert projected["seconds"] == pytest.approx(1000 + 50)
+    assert projected["cold"] is not cached
+    words = scaling.projected_words(projected)
+    assert words.startswith("Three epochs of SQuAD v2 on 4 GPUs would take 1,050 s with P-one-")
+    assert f"395,262 samples ÷ 395/s + 50.0 s of compilation{told}" in words
+
+
+def test_a_text_about_gpus_is_one_about_processes_on_a_cpu():
+    runs = gpu_runs(("P1", 4, 32, 8, 160, {}))
+    assert scaling.worded("4 GPUs, one GPU", runs) == "4 GPUs, one GPU"
+    on_cpu = runs.assign(**{"spec.hardware": "cpu"})
+    assert scaling.worded("4 GPUs, one GPU", on_cpu) == "4 processes, one process"
+
+
+# Points of length and batch, of runs that are columns alone.
+
+
+def sized_runs(*rows):
+    """Runs of A1 at length 64 and micro-batch 8, each with other columns."""
+    usual = {
+        "spec.variant": "A1",
+        "spec.settings.padding": "max_length",
+        "status": "ok",
+        "length": 64,
+        "batch": 32,
+        "micro_batch": 8,
+        "memory.peak_alloc_mib": 2048.0,
+        "memory.params_mib": 1024.0,
+        "memory.grads_mib": 512.0,
+        "memory.optimizer_mib": 1536.0,
+        "speed.samples_per_s": 10.0,
+        "speed.tokens_per_s_padded": 500.0,
+        "code.commit": "a",
+        "code.dirty": False,
+    }
+    return pd.DataFrame([usual | row for row in rows])
+
+
+def test_a_point_has_its_memory_in_gib():
+    (line,) = curves.points(sized_runs({}), predicted=3072.0).to_dict("records")
+    assert [line[name] for name in ("gib", "states", "predicted")] == [2.0, 3.0, 3.0]
+
+
+def test_a_point_has_the_tokens_that_a_micro_batch_computes():
+    packed = {"spec.variant": "E-packed", "spec.settings.padding": "packed"}
+    lines = curves.points(sized_runs({}, packed)).set_index("variant")
+    assert lines["tokens"].to_dict() == {"A1": 8 * 64, "E-packed": 8 * 500 / 10}
+
+
+def test_the_batch_of_a_point_is_0_where_it_was_not_asked_for_in_samples():
+    runs = sized_runs({}, {"batch": 8}, {"batch": 16, "spec.preset.batch_tokens": 1024.0})
+    assert sorted(curves.points(runs)["batch"]) == [0, 32]
+
+
+def test_a_point_is_out_of_memory_where_every_seed_was():
+    oom = {"status": "oom"}
+    runs = sized_runs({}, oom, {"length": 128} | oom, {"length": 256, "status": "error"})
+    points = curves.points(runs).set_index("length")["oom"]
+    assert points.to_dict() == {64: False, 128: True}
+
+
+def test_points_of_runs_that_failed_otherwise_are_not_measured():
+    refused("ended ok or out of memory", curves.points, sized_runs({"status": "error"}))
+
+
+def test_a_curve_is_over_the_lines_in_which_its_size_varies_most():
+    lengths = [(64, 32, 4), (128, 32, 4), (256, 32, 4), (64, 0, 2000), (128, 0, 2000)]
+    repeated = [(64, 16, 8)] * 4
+    table = pd.DataFrame(lengths + repeated, columns=["length", "batch", "micro_batch"])
+    words, lines = curves.along(table, "length")
+    assert words == "batch 32, micro-batch 4"
+    assert lines["length"].tolist() == [64, 128, 256]
+    assert curves.along(table[3:5], "length")[0] == "micro-batch 2,000"
+    refused("no two runs differ in length alone", curves.along, table[5:], "length")
+
+
+def test_a_fit_minimizes_the_relative_misses_and_tells_the_largest():
+    tokens = np.array([1024.0, 2048.0, 4096.0, 8192.0])
+    gib = np.array([1.0, 3.0, 4.0, 8.0])  # of which one is far above any line
+    fixed, kib, miss = curves.fit(pd.DataFrame({"gib": gib, "tokens": tokens}))
+
+    def misses(fixed, gib_per_token):
+        return (fixed + gib_per_token * tokens) / gib - 1
+
+    least = (misses(fixed, kib / 2**20) ** 2).sum()
+    for others in ((1.01, 1), (0.99, 1), (1, 1.01), (1, 0.99)):
+        moved = misses(fixed * others[0], kib / 2**20 * others[1])
+        assert (moved**2).sum() > least
+    assert miss == pytest.approx(np.abs(misses(fixed, kib / 2**20)).max())
+
+
+def test_a_pass_of_one_sample_is_no_lead(speeds):
+    _, _, factors = curves.lead(speeds.assign(micro_batch=speeds["micro_batch"].replace(8, 1)))
+    assert factors.to_dict() == {32: 3.0}
+
+
+# The noise scale.
+
+
+def log_of(phi, steps=200, least=1.0):
+    """A run's log whose loss falls from 4 to `least`."""
+    return pd.DataFrame({"step": range(1, steps + 1), "loss": np.linspace(4, least, steps)}).assign(
+        phi=phi
+    )
+
+
+def test_a_noise_scale_has_its_share_of_the_training_and_is_above_0(logs):
+    phi = [math.nan, 0.0, -5.0, *[7.0] * 197]
+    scales = noise_scale.noise_scales(logs.assign(log=[log_of(phi), log_of(math.nan)]))
+    assert len(scales) == 197
+    assert scales.iloc[0].to_dict() == {
+        "step": 4.0,
+        "phi": 7.0,
+        "batch": 32.0,
+        "seed": 0.0,
+        "done": 4 / 200,
+    }
+
+
+def test_the_noise_scale_is_that_of_the_smallest_batch_without_the_reference(logs):
+    of_others = logs.assign(batch=[128, 64])
+    assert noise_scale.reference_phi(of_others)["batch"].unique().tolist() == [64]
+    assert noise_scale.reference_phi(logs)["batch"].unique().tolist() == [32]
+
+
+def test_the_predicted_progress_is_the_mean_over_the_training(logs):
+    changing = logs.assign(log=[log_of([32.0, 96.0] * 100), log_of(1.0)])
+    predicted = noise_scale.efficiencies(changing, [64])
+    assert predicted[64] == pytest.approx((64 / 96 + 128 / 160) / 2)
+
+
+def test_the_noise_scale_is_of_the_variant_at_the_most_batches(logs):
+    alone = logs[:1].assign(variant="P-overlap")
+    both = pd.concat([alone, logs], ignore_index=True)
+    assert noise_scale.most_batches(both)["variant"].unique().tolist() == ["P-one-bucket"]
+
+
+def test_samples_are_counted_to_the_loss_that_the_worst_run_ends_with(logs):
+    _, loss = noise_scale.batch_worth(logs.assign(log=[log_of(96.0), log_of(96.0, least=2.0)]))
+    assert loss == pytest.approx(np.linspace(4, 2, 200)[-20:].mean())
+
+
+def test_logs_are_of_runs_that_ended_ok_at_a_batch_and_took_more_than_100_steps():
+    def run(steps):
+        return SimpleNamespace(steps=lambda: log_of(1.0, steps))
+
+    rows = [
+        ("ok", 32, run(101)),
+        ("ok", 32, run(100)),
+        ("ok", 0, run(200)),
+        ("killed", 32, run(200)),
+    ]
+    columns = {"spec.variant": "P1", "spec.seed": 0, "world": 1, "group": "g", "run_id": "r"}
+    runs = pd.DataFrame(rows, columns=["status", "batch", "run"]).assign(**columns)
+    (line,) = noise_scale.logs_of(runs).to_dict("records")
+    assert len(line["log"]) == 101
+    assert line["loss"] == pytest.approx(2.5)

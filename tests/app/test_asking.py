@@ -2,17 +2,20 @@
 
 import html
 import json
+import math
 import re
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from qa_lib.lab.app import gate
+from qa_lib.lab.app import asking, gate
 from qa_lib.lab.app.asking import MAX_CONTEXT, Kept, answer, decided, typed_number
-from qa_lib.lab.app.choices import Choices
+from qa_lib.lab.app.choices import Choice, Choices
 from qa_lib.score import predict
 from tests.app.server import folder_of, key_of
 from tests.material import refused
@@ -216,3 +219,144 @@ def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
             assert list(pool.map(place, asked)) == wanted
             mebibytes.append(process.memory_info().rss / 2**20)
     assert mebibytes[1] - mebibytes[0] < 50
+
+
+# What is shown of an answer, without a model.
+
+
+def an_answer(*texts, margin=-1.5, **more):
+    """What `answer` returns for a paragraph whose best answers are these."""
+    nbest = []
+    for number, text in enumerate(texts):
+        entry = {"text": text, "score": 3.0 - number, "probability": 0.5 ** (number + 1)}
+        nbest.append(entry | ({"begin": 3, "end": 6} if text else {}))
+    usual = {
+        "context": "so she came",
+        "margin": margin,
+        "nbest": nbest,
+        "ms": {"tokenize": 0.26, "model": 12.0},
+        "windows": 1,
+        "window_tokens": 384,
+    }
+    return usual | more
+
+
+@pytest.mark.parametrize(
+    ("texts", "kept"),
+    [
+        (["she", "so"], Kept("so she came", 3, 6, -1.5)),
+        (["", "she"], Kept("so she came", 3, 6, -1.5)),
+        ([""], Kept("so she came", None, None, -1.5)),
+    ],
+)
+def test_the_best_answer_that_is_none_of_silence_is_kept(texts, kept):
+    assert asking.keep(an_answer(*texts)) == kept
+
+
+@pytest.mark.parametrize(
+    ("kept", "threshold", "shown"),
+    [
+        (Kept("so she came", 3, 6, 1.0), 1.0, "she"),
+        (Kept("so she came", 3, 6, 1.0), 0.9, "No answer"),
+        (Kept("so she came", 0, 2, -1.0), 0.0, "so"),
+        (Kept("so she came", None, None, -1.0), 0.0, "No answer"),
+        (Kept("so she came", 3, 6, None), 0.0, "No answer"),
+    ],
+)
+def test_there_is_no_answer_above_the_threshold(kept, threshold, shown):
+    assert decided(kept, threshold)[0] == shown
+
+
+def test_a_moved_threshold_takes_places_that_are_floats():
+    text, paragraph = asking.decided_again("so she came", 3.0, 6.0, -1.0, 0.0)
+    assert text == "she"
+    assert "<mark>she</mark>" in paragraph
+
+
+@pytest.mark.parametrize(
+    ("margin", "sentence"),
+    [
+        (2.0, "“No answer” scores 2.00 above the best answer."),
+        (-1.5, "“No answer” scores 1.50 below the best answer."),
+        (None, "No part of the paragraph can be the answer."),
+    ],
+)
+def test_the_margin_of_no_answer_is_a_sentence(margin, sentence):
+    assert asking.details(an_answer("she", margin=margin)).startswith(f"<p>{sentence}</p>")
+
+
+def test_details_have_the_best_answers_and_the_times():
+    text = asking.details(an_answer("she", ""))
+    assert re.findall("<td>(.*?)</td>", text) == [
+        *("she", "3.00", "50.0%"),
+        *("no answer", "2.00", "25.0%"),
+    ]
+    assert text.endswith("<p>tokenize 0.3 ms · model 12.0 ms</p>")
+    several = asking.details(an_answer("she", windows=2))
+    assert several.endswith("model 12.0 ms · 2 windows of up to 384 tokens</p>")
+
+
+def a_choice(threshold=2.0):
+    return Choice("key", "A1", Path("model"), threshold=threshold)
+
+
+@pytest.fixture
+def card_of(monkeypatch):
+    """Return a function that asks a choice, which gives this answer, and returns the card."""
+
+    def ask(choice, **result):
+        models = SimpleNamespace(find=lambda key: choice)
+        monkeypatch.setattr(asking, "_ask", lambda *_: an_answer("she", **result))
+        return asking._card_of_answer(models, "key", "so she came", "who ?", "")
+
+    return ask
+
+
+@pytest.mark.parametrize(
+    ("threshold", "margin", "value", "reach"),
+    [
+        (2.0004, -1.5, 2.0, 10),
+        (math.nan, -1.5, 0.0, 10),
+        (-12.0, -1.5, -12.0, 13),
+        (2.0, -20.5, 2.0, 22),
+        (2.0, None, 2.0, 10),
+    ],
+)
+def test_the_slider_begins_at_the_models_threshold_and_reaches_beyond_the_margin(
+    card_of, threshold, margin, value, reach
+):
+    slider = card_of(a_choice(threshold), margin=margin).threshold
+    assert (slider["value"], slider["minimum"], slider["maximum"]) == (value, -reach, reach)
+
+
+def test_a_card_decides_by_the_models_threshold_and_is_called_by_its_name(card_of):
+    assert card_of(a_choice(0.0), margin=1.0).answer["value"] == "No answer"
+    card = card_of(a_choice(2.0), margin=1.0)
+    assert card.answer["value"] == "she"
+    assert card.answer["label"] == "A1"
+    assert card[5:] == ("so she came", 3, 6, 1.0)
+
+
+def test_the_second_menu_begins_with_the_second_model_that_was_named():
+    def menus(*keys):
+        choices = [Choice(key, f"name of {key}", Path()) for key in keys]
+        return asking._menus(SimpleNamespace(listed=lambda: choices))
+
+    first, second = menus("model 1", "model 2")
+    assert (first["value"], second["value"]) == ("model 1", "model 2")
+    assert second["choices"][0] == ("nothing", "")
+    assert second["choices"][1] == ("name of model 1", "model 1")
+    first, second = menus("cpu-smoke/A1", "cpu-smoke/A2")
+    assert (first["value"], second["value"]) == ("cpu-smoke/A1", "")
+    assert menus()[0]["value"] is None
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "said"),
+    [("question", 1_000, "1,000"), ("paragraph", 100_000, "100,000")],
+)
+def test_a_text_may_be_as_long_as_the_limit(name, size, said):
+    texts = {"question": "who ?", "paragraph": "text"}
+    for length, message in ((size, "no such model"), (size + 1, f"longer than {said} characters")):
+        text = texts | {name: "a" * length}
+        refused(message, answer, None, text["question"], text["paragraph"])
