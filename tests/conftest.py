@@ -16,6 +16,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 if shutil.which("nvidia-smi") is None:
     # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Images of containers set it, and each of the many processes of the tests would compile all that it
+# imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # All that tests start would ignore the signals that are ignored here: SIGHUP under nohup, and
 # Ctrl-C in the background of a shell and in workers of pytest-xdist.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
