@@ -1,6 +1,7 @@
 """Fixtures that several test files share, and the environment of all tests."""
 
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -145,6 +146,15 @@ def place(item) -> int:
     """Return the place of a test's file among all files."""
     name = item.path.stem
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def pytest_collection_finish():
+    """Let the garbage collector pass over what was imported and collected.
+
+    These are millions of objects, which live as long as the process. Each end of a run collects,
+    and would take most of a second to look at them.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
