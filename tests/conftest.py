@@ -1,6 +1,7 @@
 """Fixtures that several test files share, and the environment of all tests."""
 
 import fcntl
+import gc
 import os
 import shutil
 import signal
@@ -16,6 +17,10 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 if shutil.which("nvidia-smi") is None:
     # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Images of containers set it, and each of the many processes of the tests would compile all that it
+# imports anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # All that tests start would ignore the signals that are ignored here: SIGHUP under nohup, and
 # Ctrl-C in the background of a shell and in workers of pytest-xdist.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
@@ -141,6 +146,15 @@ def place(item) -> int:
     """Return the place of a test's file among all files."""
     name = item.path.stem
     return LONGEST.index(name) if name in LONGEST else len(LONGEST)
+
+
+def pytest_collection_finish():
+    """Let the garbage collector pass over what was imported and collected.
+
+    These are millions of objects, which live as long as the process. Each end of a run collects,
+    and would take most of a second to look at them.
+    """
+    gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)  # before slow tests are left out
