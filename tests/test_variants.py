@@ -433,9 +433,12 @@ def test_a_whole_training_is_scored_goes_on_from_checkpoints_and_may_take_hours(
     assert (preset.checkpoint_every, preset.time_limit_s) == (500, 6 * 3600)
 
 
-@pytest.mark.parametrize(("name", "steps"), [("smoke", 400), ("lm-smoke", 120)])
-def test_a_trial_on_a_cpu_takes_one_thread_and_minutes_at_most(name, steps):
+@pytest.mark.parametrize(
+    ("name", "steps", "rate", "batch"), [("smoke", 400, 4e-3, 16), ("lm-smoke", 120, 5e-3, 16)]
+)
+def test_a_trial_on_a_cpu_takes_one_thread_and_minutes_at_most(name, steps, rate, batch):
     preset = PRESETS[name]
+    assert (preset.learning_rate, preset.batch) == (rate, batch)
     assert (preset.steps, preset.threads, preset.time_limit_s) == (steps, 1, 300)
     assert (preset.quality, preset.recipe_rates) == (True, False)
     assert 0 < preset.measure_from < preset.checkpoint_every < steps
