@@ -362,3 +362,14 @@ def test_each_dropout_of_the_fused_pass_has_its_own_rate(windows, variant, rate)
         m.p for m in dropping.modules() if isinstance(m, blocks.HashDropout | torch.nn.Dropout)
     }
     assert rates == {0.0, 0.3}
+
+
+DROPOUTS = ["drop", "h.0.attn.resid_dropout", "h.0.mlp.dropout", "h.1.mlp.dropout"]
+
+
+@pytest.mark.parametrize("name", DROPOUTS)
+def test_each_dropout_of_the_fused_pass_drops_by_itself(windows, name):
+    fused = with_fused_pass(decoder(), "L-norm")
+    without = LossOf(fused)(**windows)
+    fused.transformer.get_submodule(name).p = 0.3
+    assert abs(LossOf(fused)(**windows) - without) > 1e-5

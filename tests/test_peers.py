@@ -18,7 +18,7 @@ from qa_lib.peers import adamw, bert, gpt2, packing, processes, search, search_t
 from qa_lib.peers.adamw import CompiledAdamW, _round_stochastically
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.processes import Measurements
-from qa_lib.peers.search_options import merged
+from qa_lib.peers.search_options import BASE, merged, without_defaults
 from qa_lib.peers.step import Step, compile_parts
 
 BERT = {
@@ -235,6 +235,17 @@ def test_a_misspelt_way_to_compile_is_refused():
 def test_a_setting_that_there_is_not_is_refused():
     with pytest.raises(ValueError, match="no 'optimiser'"):
         merged({"optimiser": "own"})
+
+
+def test_of_several_changes_options_are_joined_and_of_all_else_the_last_one_counts():
+    before = json.dumps(BASE)
+    first = {"model": {"gelu": "tanh", "align": 1}, "precision": "bf16"}
+    setting = merged(first, {"model": {"align": 64}, "precision": "fp32"})
+    assert setting["model"] == {"gelu": "tanh", "align": 64}
+    assert setting["precision"] == "fp32"
+    assert json.dumps(BASE) == before
+    expected = {"model": {"gelu": "tanh", "align": 64}, "precision": "fp32"}
+    assert without_defaults(setting) == expected
 
 
 def test_a_misspelt_optimizer_is_refused():
