@@ -1,8 +1,8 @@
 """The command line: every verb explains itself, and a mistake is one line and exit code 2."""
 
+import argparse
 import errno
 import gc
-import argparse
 import inspect
 import json
 import os
@@ -534,6 +534,8 @@ def test_an_output_that_fails_at_the_end_is_told_as_one_that_fails_before(monkey
     full = Mock(flush=Mock(side_effect=OSError(errno.ENOSPC, "full", "the output")))
     monkeypatch.setattr(sys, "stdout", full)
     assert main(["variants"]) == 2
+
+
 @pytest.mark.parametrize(
     ("f1", "never", "said"),
     [
@@ -558,6 +560,8 @@ def test_a_process_that_is_not_the_first_prints_nothing(monkeypatch, tmp_path, t
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(run, "fit", lambda spec, *_, **__: new_record(spec, {}))
     assert typed("run A1 --preset smoke") == ""
+
+
 # Options and their values.
 
 

@@ -21,8 +21,17 @@ from qa_lib.run.fit import fit, train
 from qa_lib.train.compile import LossOf
 from tests.kernels import DEVICE, relative, replayed, with_gradients
 from tests.material import refused
-from tests.tiny import CPU, H200, OfLengths, planned, quiet, resized, samples_of, without_dropout
-from tests.tiny import CPU, H200, packed_model, planned, quiet, resized, samples_of, without_dropout
+from tests.tiny import (
+    CPU,
+    H200,
+    OfLengths,
+    packed_model,
+    planned,
+    quiet,
+    resized,
+    samples_of,
+    without_dropout,
+)
 from tests.tiny import checkpoint as checkpoint_of
 
 T4 = dataclasses.replace(H200, hardware="t4", sm=75)
@@ -519,6 +528,8 @@ def test_the_searched_rivals_epochs_differ(samples):
     first = {frozenset(group) for group in batches._drawn(0).tolist()}
     second = {frozenset(group) for group in batches._drawn(1).tolist()}
     assert len(first & second) < len(first) / 10
+
+
 # Parts of a packed model, and its loss.
 
 

@@ -1,8 +1,8 @@
 """Profiles: a trace's events to phases and parts, Nsight Compute's pages, and a whole profile."""
 
+import dataclasses
 import gzip
 import json
-import dataclasses
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -415,6 +415,8 @@ def test_on_a_cpu_there_is_no_overlap():
     found = trace.overlap(step, torch.device("cpu"))
     assert found == {"busy_ms": None, "exposed_ms": None}
     step.assert_not_called()
+
+
 # The numbers of a profile, by themselves.
 
 

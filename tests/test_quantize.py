@@ -440,6 +440,8 @@ def test_every_layer_is_rounded_where_its_inputs_are_multiples_of_a_group(monkey
     qat._quantize_layers(model, None)
     assert rounded == list(model.bert.encoder.layer)
     refused("a linear layer of 48 inputs .* groups of 32", qat._quantize_layers, bert_of(48), None)
+
+
 # The comparison, by its numbers: of models that are not quantized.
 
 

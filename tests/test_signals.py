@@ -301,6 +301,8 @@ def test_a_signal_that_is_ignored_stays_so():
 )
 def test_what_stopped_a_run_is_said(problem, said):
     assert signals.stopped_by(problem) == said
+
+
 @pytest.mark.parametrize(
     ("folder", "is_planned"), [("a-run", True), ("link", True), ("b-run", False)]
 )

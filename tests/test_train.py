@@ -10,12 +10,10 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
-from qa_lib.measure.meter import memory_use
+from qa_lib.measure.meter import PEAK_FROM, memory_use
 from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.step import Step
-from qa_lib.measure.meter import PEAK_FROM
-from qa_lib.model.build import build_model
 from qa_lib.records.schema import Noise
 from qa_lib.run.fit import train
 from qa_lib.spec.settings import Settings
@@ -23,7 +21,6 @@ from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train import plain
-from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, unscale
 from qa_lib.train.loop import STRATEGIES
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, set_rate, unscale
 from qa_lib.train.parallel.data_parallel import NoParallel
@@ -146,6 +143,8 @@ def test_the_searched_rivals_optimizer_is_measured_by_its_moments(samples, tmp_p
     elements = sum(parameter.numel() for parameter in model.parameters())
     moments_mib = 2 * 2 * elements / 2**20
     assert memory_use(model, optimizer, DEVICE).optimizer_mib == pytest.approx(moments_mib)
+
+
 def test_a_rival_gives_the_model_the_weights_that_it_has_trained(samples, tmp_path):
     spec = spec_of("E-plain", settings={"compile": "none"}, steps=1)
     before = build_model(spec).state_dict()

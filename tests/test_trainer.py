@@ -171,6 +171,8 @@ def test_tokens_are_those_of_the_samples_that_workers_have_collated(samples, tmp
         step = [ids.pop(0) for _ in range(counts.samples // spec.settings.micro_batch)]
         assert counts.tokens == sum(int((rows != padding).sum()) for rows in step)
     assert ids == []
+
+
 def test_the_trainer_does_nothing_that_the_loop_does_not(samples, tmp_path, monkeypatch):
     """Its own defaults are other ones."""
     spec = spec_of("P0")
