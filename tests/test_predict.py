@@ -266,6 +266,7 @@ def test_a_paragraph_of_nothing_has_no_margin(model, tokenizer):
 def test_a_small_model_answers_with_one_thread(tmp_path, monkeypatch):
     used = []
     monkeypatch.setattr(predict.torch, "set_num_threads", used.append)
+    monkeypatch.setattr(predict, "THREADS", 5)
     monkeypatch.setattr(predict, "answer", lambda *_: {})
     for parameters in (predict.SMALL_MODEL - 1, predict.SMALL_MODEL):
         model = SimpleNamespace(num_parameters=lambda n=parameters: n)
@@ -274,7 +275,7 @@ def test_a_small_model_answers_with_one_thread(tmp_path, monkeypatch):
             predict, "_loaded", lambda *_, model=model: SimpleNamespace(model=model)
         )
         predict.ask(tmp_path, "where", "there")
-    assert used == [1, predict.THREADS]
+    assert used == [1, 5]
 
 
 @pytest.mark.parametrize(
