@@ -11,7 +11,7 @@ from qa_lib.lab.report.evidence import select
 from qa_lib.records.archive import read_runs, write_archive
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import RECOMMENDED
-from tests.material import committed
+from tests.material import committed, refused
 from tests.report_runs import make, make_one_of_each_kind
 
 
@@ -201,3 +201,162 @@ def test_other_cards_get_one_of_the_two_quickest_variants(cards):
 def test_only_the_smallest_card_takes_a_smaller_micro_batch(cards):
     assert set(cards["micro-batch"][:-1]) == {"32"}
     assert int(cards["micro-batch"].iloc[-1]) < 32
+
+
+# Minutes of a training, of lines that are columns alone.
+
+
+SPEEDS = pd.DataFrame({
+    "variant": ["A1", "A0-longest", "A0-compile", RECOMMENDED, "A2"],
+    "micro_batch": 32,
+    "length": 384,
+    "task.name": "qa",
+    "samples_per_s": [65.877, 131.754, 395.262, 790.524, 1.0],
+    "compile_s": [9.0, 9.0, None, 9.0, None],
+    "warm_compile_s": [None, None, 60.0, None, None],
+})  # fmt: skip
+
+
+def test_a_training_is_projected_from_its_speed_and_its_compilation():
+    table = headline.projected(SPEEDS)
+    assert table["minutes"].to_dict() == pytest.approx({
+        "A1": 100.0,
+        "A0-longest": 50.0,
+        "A0-compile": 1000 / 60 + 1.0,
+        RECOMMENDED: 500 / 60,
+    })  # fmt: skip
+    assert table["compile_s"].tolist() == [0.0, 0.0, 60.0, 0.0]
+    assert table["cold"].tolist() == [True, True, False, True]
+
+
+def test_a_projection_says_where_the_quickest_trainer_found_code_compiled():
+    table = headline.projected(SPEEDS)
+    text = headline._projected_minutes(table, "x", "GPU")
+    assert "train BERT-base in 8.3 minutes on one GPU" in text
+    assert text.endswith("; A0-compile compiles for 60 s, with a part of the code from a cache.")
+    cold = headline._projected_minutes(table.assign(cold=True), "x", "GPU")
+    assert cold.endswith("With compilation, without data and scoring.")
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        (SPEEDS.assign(**{"task.name": "lm"}), "another task"),
+        (SPEEDS.assign(micro_batch=16), "no measured speed at micro-batch 32"),
+        (SPEEDS[1:], "no measured speed at micro-batch 32"),
+    ],
+)
+def test_nothing_is_projected_of_another_task_or_without_the_baselines_speed(lines, said):
+    refused(said, headline.projected, lines)
+
+
+def whole_runs(*rows):
+    """Runs of the baseline that trained whole, each with other columns."""
+    usual = {
+        "spec.variant": "A1",
+        "spec.hardware": "h200",
+        "spec.search": "",
+        "spec.n_train": 1000,
+        evidence.EPOCHS: 3.0,
+        "model.params_total": 7.0,
+        "status": "ok",
+        "micro_batch": 32,
+        "length": 384,
+        "training": "three",
+        "time.resumed_from_step": None,
+        "time.compile_cached": False,
+        "time.compile_s": 20.0,
+        "time.notebook_s": 600.0,
+        "time.wall_s": 500.0,
+        "time.first_step_s": 30.0,
+    }
+    return pd.DataFrame([usual | row for row in rows])
+
+
+def minutes_of(*rows):
+    """The minutes of those of the runs that count beside a group on an H200."""
+    runs = whole_runs(*rows)
+    return headline._whole_trainings(runs, whole_runs({}))["minutes"].tolist()
+
+
+def test_a_whole_training_is_timed_from_its_process_or_else_by_the_run():
+    assert minutes_of({}, {"time.notebook_s": None}) == pytest.approx([10.0, 500 / 60])
+
+
+def test_one_epoch_counts_three_times_and_its_start_once():
+    one = {evidence.EPOCHS: 1.0, "training": "one"}
+    assert minutes_of({}, one) == pytest.approx([10.0, (3 * 600 - 2 * 30) / 60])
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"status": "killed"},
+        {evidence.EPOCHS: 2.0},
+        {"spec.search": "tune"},
+        {"spec.hardware": "t4"},
+        {"model.params_total": 8.0},
+        {"time.resumed_from_step": 5.0},
+        {"time.compile_cached": True},
+        {"spec.n_train": 999},
+        {"micro_batch": 16},
+    ],
+    ids=lambda other: str(*other),
+)
+def test_a_training_that_was_not_whole_cold_and_alike_does_not_count(other):
+    assert len(minutes_of({}, other)) == 1
+
+
+@pytest.mark.parametrize(
+    ("verdict", "finding"),
+    [
+        ("within", "F1 stays within 1 point of A1's: it changes by −0.50 ± 0.10 at the best"),
+        ("no worse", "F1 does not fall 1 point below A1's"),
+        ("open", "F1 is not shown to stay within 1 point"),
+        ("beyond", "F1 is not shown to stay within 1 point"),
+    ],
+)
+def test_whether_f1_is_kept_follows_from_the_verdict(verdict, finding, monkeypatch):
+    row = {"verdict": verdict, "n": 5, "delta": 0.25, "delta±": 0.2, "best_delta": -0.5}
+    tested = pd.DataFrame([row | {"best_delta±": 0.1}], index=[RECOMMENDED])
+    runs = pd.DataFrame({"spec.variant": ["A1", RECOMMENDED], "model.params_total": [1e6, 11.2e6]})
+    monkeypatch.setattr(headline.evidence, "judging_runs", lambda runs, group: runs)
+    monkeypatch.setattr(headline.evidence, "usual_conditions", lambda runs: runs)
+    monkeypatch.setattr(headline, "equivalence", lambda judged: tested)
+    text = headline._kept(runs, "g")
+    assert text.startswith(finding)
+    assert "by +0.25 ± 0.20 at threshold 0" in text
+    assert "(11 M parameters, 5 seeds," in text
+
+
+def test_what_no_record_shows_is_said():
+    runs = pd.DataFrame({
+        "env.gpu": ["B", "A"],
+        "quality.f1": [None, 80.0],
+        "model.params_total": [110.0, 11.0],
+    })  # fmt: skip
+    assert headline._not_shown(runs, runs[:1]) == (
+        "**Not shown:** the F1 of BERT-base itself; and anything on any card but the A and B: "
+        "no T4 has run anything."
+    )
+    with_t4 = runs.assign(**{"env.gpu": "Tesla T4"})
+    assert headline._not_shown(with_t4, runs[1:]) == (
+        "**Not shown:** anything on any card but the Tesla T4."
+    )
+
+
+def test_a_group_is_listed_with_its_models_its_hardware_and_the_median_of_its_runs():
+    columns = {"env.gpu": "NVIDIA T4", "env.gpu_mem_mib": 15360, "spec.hardware": "t4"}
+    models = ["a", "b", "a"]
+    runs = pd.DataFrame({"model.name": models, "time.notebook_s": [30.0, 10.0, 11.0], **columns})
+    assert readme._group_line("g", runs) == {
+        "group": "`g`",
+        "model": "a, b",
+        "hardware": "NVIDIA T4 (15 GiB)",
+        "runs": "3",
+        "one run": "11.0 s (10.0–30.0)",
+    }
+    of_cpu = runs.assign(**{"spec.hardware": "cpu", "time.notebook_s": None})
+    of_cpu["model.name"] = ["a", "b", "c"]
+    line = readme._group_line("g", of_cpu)
+    assert (line["model"], line["hardware"], line["one run"]) == ("3 models", "a CPU", "–")

@@ -2,15 +2,19 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
+import nbformat
 import pandas as pd
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 
-from qa_lib.lab.report import cli, evidence, figures
+from qa_lib.lab.report import cli, evidence, figures, own
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.notebook import family_table
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
-from tests.material import committed
+from tests.material import committed, refused
 from tests.report_runs import make, make_one_of_each_kind
 
 
@@ -160,3 +164,119 @@ def test_every_tag_is_one_that_the_report_knows():
 
 def test_the_recommended_variant_is_in_the_ladder_and_the_headline():
     assert {"ladder", "headline"} <= set(VARIANTS[RECOMMENDED].tags)
+
+
+# Which group is shown, of columns alone.
+
+
+def groups_of(*rows):
+    """Runs of (group, when they began, whether they lie in a folder of one's own)."""
+    table = [
+        (group, began, "", SimpleNamespace(folder=Path(group) if own else None))
+        for group, began, own in rows
+    ]
+    return pd.DataFrame(table, columns=["group", "time.started", "spec.search", "run"])
+
+
+def test_the_group_that_is_shown_is_the_newest_of_ones_own_or_of_all():
+    archived = [("old", "1", False), ("new", "9", False)]
+    assert cli.default_group(groups_of(*archived)) == "new"
+    assert cli.default_group(groups_of(("a", "5", True), ("b", "4", True), *archived)) == "a"
+    assert cli.default_group(groups_of()[:0]) is None
+
+
+def test_a_search_of_ones_own_leaves_the_newest_archived_group():
+    runs = groups_of(("new", "1", False), ("tries", "2", True))
+    runs.loc[runs["group"] == "tries", "spec.search"] = "tune"
+    assert cli.default_group(runs) == "new"
+
+
+def test_what_was_trained_is_said_with_its_samples_and_questions():
+    columns = {"model.name": "bert", "data.name": "squad", "length": 384}
+    runs = pd.DataFrame({"spec.n_train": [None, 1600.0], "spec.n_eval": [None, 400.0], **columns})
+    assert own._about(runs) == "bert on squad, 1,600 samples, scored on 400"
+    assert own._about(runs[:1]) == "bert on squad"
+
+
+# Pages that are notebooks.
+
+
+def executed_notebook():
+    """A notebook of text, of what only prepares, and of code with a picture and a table."""
+    picture = nbformat.v4.new_output("display_data", {"image/png": "aGk="})
+    picture.metadata = {"image/png": {"file": "figures/g/ladder.png", "alt": "The ladder"}}
+    unkept = nbformat.v4.new_output("display_data", {"image/png": "aGk="})
+    table = nbformat.v4.new_output("display_data", {"text/markdown": "| a |"})
+    notebook = nbformat.v4.new_notebook(metadata={"papermill": {"duration": 9}})
+    prepares = nbformat.v4.new_markdown_cell("Setting up:", metadata={"tags": ["setup"]})
+    injected = nbformat.v4.new_code_cell("# Parameters", metadata={"tags": ["injected-parameters"]})
+    code = nbformat.v4.new_code_cell("draw()", metadata={"papermill": {"duration": 1}})
+    code.outputs = [picture, unkept, table]
+    notebook.cells = [nbformat.v4.new_markdown_cell("# Title"), prepares, injected, code]
+    return notebook
+
+
+def test_a_page_in_markdown_has_texts_tables_and_links_to_pictures_from_its_folder():
+    text = cli.as_markdown(executed_notebook(), Path("runs/report.ipynb"))
+    assert text == "# Title\n\n![The ladder](../figures/g/ladder.png)\n\n| a |\n"
+
+
+def test_a_page_has_no_traces_of_its_execution():
+    executed = executed_notebook()
+    cli._remove_traces(executed, nbformat.v4.new_notebook(metadata={"title": "own"}))
+    assert executed.metadata == {"title": "own"}
+    assert [cell.metadata for cell in executed.cells] == [
+        {},
+        {"tags": ["setup"]},
+        {"tags": ["injected-parameters"]},
+        {},
+    ]
+    assert executed.cells[2].id == "injected-parameters"
+    assert executed.cells[3].id != "injected-parameters"
+
+
+def test_a_page_is_old_where_its_cells_are_not_those_of_its_notebook(tmp_path, monkeypatch):
+    notebook = executed_notebook()
+    del notebook.cells[2]
+    page = executed_notebook()
+    page.cells[2].id = "injected-parameters"
+    nbformat.write(notebook, tmp_path / "notebook.ipynb")
+    nbformat.write(page, tmp_path / "page.ipynb")
+    pages = {"page.ipynb": ("notebook.ipynb", {}), "gone.ipynb": ("notebook.ipynb", {})}
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "PAGES", pages)
+    assert cli._old_pages() == []
+    page.cells[3].source = "other()"
+    nbformat.write(page, tmp_path / "page.ipynb")
+    (problem,) = cli._old_pages()
+    assert problem.startswith("page.ipynb is not of today's notebook.ipynb")
+
+
+def test_a_figure_is_old_where_it_was_drawn_from_other_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(cli, "digest", lambda chosen: "today")
+    for name, drawn_from in (("new", "today"), ("old", "yesterday")):
+        info = PngInfo()
+        info.add_text("Records", drawn_from)
+        Image.new("RGB", (1, 1)).save(tmp_path / f"{name}.png", pnginfo=info)
+    Image.new("RGB", (1, 1)).save(tmp_path / "unknown.png")
+    problems = cli._old_figures(None, tmp_path)
+    assert [problem.partition(".png")[0] for problem in problems] == [
+        f"{tmp_path}/old",
+        f"{tmp_path}/unknown",
+    ]
+
+
+def test_pages_are_made_in_the_root_of_a_checkout_alone(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(cli, "execute", lambda *_: pytest.fail("executed"))
+    refused("type it in its root", cli.execute_pages)
+
+
+def test_the_page_of_a_group_is_executed_over_its_records_into_its_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    calls = []
+    monkeypatch.setattr(cli, "execute", lambda *words: calls.append(words))
+    page = cli.execute_report(tmp_path / "runs", tmp_path / "figures", "g")
+    parameters = {"group": "g", "runs": "runs", "figures": "figures"}
+    assert page == tmp_path / "figures" / "g" / "report.ipynb"
+    assert calls == [(cli.NOTEBOOK, page, parameters)]

@@ -4,11 +4,12 @@ import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 
 from qa_lib.lab.app.choices import Choices
-from qa_lib.lab.app.dashboard import dashboard, running
+from qa_lib.lab.app.dashboard import _progress_html, dashboard, groups_of, running
 from qa_lib.lab.search.plan import plan
 from qa_lib.spec.machine import Machine
 from tests.app.server import folder_of
@@ -189,3 +190,25 @@ def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):
             (folder / "record.json").write_text(unfinished)
             shutil.rmtree(folder.parent)
     looking.result()
+
+
+@pytest.mark.parametrize(
+    ("step", "planned", "shown"),
+    [
+        (7, 400, '<progress value="7" max="400"></progress>step 7 of 400'),
+        (7, None, ""),
+        (0, 0, ""),
+    ],
+)
+def test_a_bar_is_shown_where_the_steps_are_known(step, planned, shown):
+    assert _progress_html(step, planned) == shown
+
+
+def test_groups_of_a_search_are_not_offered():
+    def run(group, started, search=""):
+        record = {"group": group, "time": {"started": started}, "spec": {"search": search}}
+        return SimpleNamespace(record=record)
+
+    runs = [run("old", "1"), run("new", None), run("new", "3"), run("tries", "9", "tune")]
+    assert groups_of(runs, own=set(), broken=["broken"]) == ["new", "old", "broken"]
+    assert groups_of(runs, own={"old"}, broken=[]) == ["old", "new"]

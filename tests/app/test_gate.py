@@ -290,3 +290,50 @@ def _first_bytes(server, raw: bytes) -> bytes:
         connection.sendall(raw)
         connection.settimeout(2 * ARRIVAL_SECONDS)
         return connection.recv(100)
+
+
+# Parts of a request, without a server
+
+
+@pytest.mark.parametrize(
+    ("value", "types", "fitting"),
+    [
+        (gate.MAX_NUMBER, (int,), True),
+        (-gate.MAX_NUMBER - 1, (int,), False),
+        (2.0**53 + 2, (float,), False),
+        (True, (int,), False),
+        (1, (float,), False),
+        (None, (str, type(None)), True),
+        ("9" * 30, (str,), True),
+    ],
+)
+def test_a_value_fits_by_its_own_type_and_within_the_numbers_of_a_page(value, types, fitting):
+    assert gate.fits(value, types) is fitting
+
+
+def test_of_several_hosts_that_proxies_list_the_first_counts():
+    headers = {"host": "a:1", "x-forwarded-host": "b.example, c.example", "cookie": "x"}
+    assert gate.checked_headers(headers) == {"host": "a:1", "x-forwarded-host": "b.example"}
+
+
+def test_a_body_may_have_as_many_bytes_as_the_limit_and_arrive_in_parts():
+    parts = [{"type": "http.request", "body": b"x" * (gate.MAX_BODY - 1), "more_body": True}]
+    parts.append({"type": "http.request", "body": b"x"})
+
+    async def receive():
+        return parts.pop(0)
+
+    assert len(asyncio.run(gate.read_body(receive))) == gate.MAX_BODY
+
+
+def test_a_body_that_was_checked_is_given_once_and_then_what_else_comes():
+    async def receive():
+        return "gone"
+
+    async def received():
+        next_message = gate.replayed(b"body", receive)
+        return [await next_message(), await next_message()]
+
+    first, second = asyncio.run(received())
+    assert first == {"type": "http.request", "body": b"body", "more_body": False}
+    assert second == "gone"
