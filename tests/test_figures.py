@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +26,25 @@ def own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_one_of_each_kind(Path("runs"))
     return select(load_runs("runs"), "cpu-smoke")
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    """A folder in which the ladder of the same runs is kept, these runs, and what was shown."""
+    folder = tmp_path_factory.mktemp("drawn")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_one_of_each_kind(Path("runs"))
+        runs = select(load_runs("runs"), "cpu-smoke")
+        return folder, runs, style.show(figures.fig_ladder, runs, save="figures")
+
+
+@pytest.fixture
+def kept(drawn, tmp_path, monkeypatch):
+    """Work in a copy of that folder; return the runs and what was shown."""
+    folder, runs, shown = drawn
+    monkeypatch.chdir(shutil.copytree(folder, tmp_path / "copy"))
+    return runs, shown
 
 
 @pytest.fixture
@@ -107,15 +127,14 @@ def test_a_step_alone_says_how_long_it_takes(profile):
 # Files.
 
 
-def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(own):
-    shown = style.show(figures.fig_ladder, own, save="figures")
+def test_a_figure_is_kept_with_its_title_and_what_it_was_drawn_from(kept):
+    runs, shown = kept
     with Image.open("figures/cpu-smoke/ladder.png") as image:
         assert image.text["Title"] == shown.alt
-        assert image.text["Records"] == style.digest(own)
+        assert image.text["Records"] == style.digest(runs)
 
 
-def test_a_kept_figure_is_linked_with_its_title(own):
-    style.show(figures.fig_ladder, own, save="figures")
+def test_a_kept_figure_is_linked_with_its_title(kept):
     link = figures.picture_link(Path("figures/cpu-smoke/ladder.png"))
     assert link.startswith("![On a CPU: A4 trains ")
     assert link.endswith("](figures/cpu-smoke/ladder.png)")
@@ -125,10 +144,10 @@ def test_a_figure_that_was_not_drawn_is_not_linked(tmp_path):
     assert figures.picture_link(tmp_path / "ladder.png") == ""
 
 
-def test_equal_figures_are_equal_bytes(own):
-    style.show(figures.fig_ladder, own, save="figures")
+def test_equal_figures_are_equal_bytes(kept):
+    runs, _ = kept
     first = Path("figures/cpu-smoke/ladder.png").read_bytes()
-    style.show(figures.fig_ladder, own, save="figures")
+    style.show(figures.fig_ladder, runs, save="figures")
     assert Path("figures/cpu-smoke/ladder.png").read_bytes() == first
 
 
@@ -147,11 +166,10 @@ def test_a_digest_counts_a_later_field_of_a_preset_only_where_it_is_not_the_defa
     assert style.digest(own) != before
 
 
-def test_links_and_files_that_are_no_pictures_are_no_figures(own, tmp_path):
-    style.show(figures.fig_ladder, own, save="figures")
+def test_links_and_files_that_are_no_pictures_are_no_figures(kept):
     folder = Path("figures/cpu-smoke")
     figure = folder / "ladder.png"
-    (folder / "link.png").symlink_to(tmp_path / figure)
+    (folder / "link.png").symlink_to(figure.absolute())
     (folder / "text.png").write_text("no picture")
     ((title, png),) = style.figures_of(folder)
     assert title.startswith("On a CPU: ")

@@ -344,14 +344,16 @@ def reference_label(offsets, answers) -> tuple[int, int]:
 
 
 @every_kind
-@pytest.mark.parametrize("split", ["validation", slow("train")])
-def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split):
+@pytest.mark.parametrize(
+    ("split", "every"), [("validation", 4), slow("validation", 1), slow("train", 1)]
+)
+def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split, every):
     """One gold answer of the training set is an exception.
 
     Where a normaliser puts letters together, no token has the last letter of its last syllable, and
     the script's label goes on to the next word.
     """
-    examples = real_squad(split)
+    examples = real_squad(split)[::every]
     odd = set()
     tokenizer = KINDS[kind]([example.context for example in examples[:4000:8]])
     samples = built(examples, tokenizer, 200, 64)

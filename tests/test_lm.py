@@ -40,6 +40,7 @@ from qa_lib.spec.resolve import resolve
 from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.variants import VARIANTS, find_family
 from qa_lib.train.compile import LossOf
+from tests.conftest import slow
 from tests.material import SQUAD, edited, refused
 from tests.tiny import CPU, H200, losses_of, planned, quiet, resized
 
@@ -549,7 +550,8 @@ def test_a_model_of_the_other_task_is_refused(run):
     refused(r"of type 'bert'; this lab knows gpt2 for task lm", short, model="tiny")
 
 
-TRAINED = ["L0", "L-sdpa", "L-adamw", "L-dropout", "L-recompute", "L-8bit", "L-lora", "L-qlora"]
+TRAINED = ["L0", "L-recompute", "L-lora", "L-qlora"]
+TRAINED += [slow(name) for name in ("L-sdpa", "L-adamw", "L-dropout", "L-8bit")]
 
 
 @pytest.mark.parametrize("row", TRAINED)

@@ -19,6 +19,7 @@ from qa_lib.model.packed import Packed
 from qa_lib.score.predict import ask
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.variants import VARIANTS
+from tests.conftest import slow
 from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained
@@ -194,7 +195,7 @@ GPU = dataclasses.replace(gpu_of(90), gpus=2, torchao=bool(find_spec("torchao"))
 NEEDED = "A0 A1 A2 A3 A4 B1 B1-all C1 C2 D1 E-packed E-adamw E-graph E-masters P1 P-fsdp".split()
 
 
-@pytest.mark.parametrize("kind", ["distilbert", "modernbert"])
+@pytest.mark.parametrize("kind", [slow("distilbert"), "modernbert"])
 def test_every_variant_is_built_or_skipped_for_a_reason(kind, tmp_path):
     names = [name for name, variant in VARIANTS.items() if variant.task == "qa"]
     specs = plan(names, "smoke", data="synthetic:40", model=checkpoint(kind, tmp_path), machine=GPU)

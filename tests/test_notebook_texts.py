@@ -1,10 +1,12 @@
 """What the notebooks say about parameters, a machine, answers, and runs of a family."""
 
+import functools
 import re
 from types import SimpleNamespace
 
 import pytest
 
+from qa_lib.lab.report import evidence
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.report.notebook import (
     advice,
@@ -151,9 +153,13 @@ def test_a_familys_table_has_no_speeds_of_a_cpu(every):
 FIRST_COMMITTED = {"L": "L-dropout", "P": "P1", "E": "E-moments"}
 
 
+LOADED_ONCE = functools.cache(load_runs)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_familys_committed_runs_are_a_table_of_a_gpu(family, monkeypatch):
     monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(evidence, "load_runs", LOADED_ONCE)
     text = committed(family)
     assert find_variant(FIRST_COMMITTED.get(family, f"{family}1")).name in text
     assert "| samples/s |" in text

@@ -1,11 +1,13 @@
 """The results in README.md: each block is made of the committed records, and checked."""
 
+import shutil
 import subprocess
 from pathlib import Path
 
 import pandas as pd
 import pytest
 
+from qa_lib.__main__ import main
 from qa_lib.lab.report import cli, evidence, headline, readme
 from qa_lib.lab.report.evidence import select
 from qa_lib.records.archive import read_runs, write_archive
@@ -14,51 +16,73 @@ from qa_lib.spec.variants import RECOMMENDED
 from tests.material import committed, refused
 from tests.report_runs import make, make_one_of_each_kind
 
+# The blocks that take no time; `test_readme` checks all of them.
+BLOCKS = {name: readme.BLOCKS[name] for name in ("headline", "variants", "groups")}
 
-@pytest.fixture
-def page(tmp_path, monkeypatch):
-    """README.md as the only page, with three empty blocks.
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """A folder with README.md, whose three blocks are empty.
 
     There are an archived group of runs, which is in git's index, and a run of another group.
     """
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "PAGES", {})
-    # Those that take no time; `test_readme` checks all of them.
-    blocks = {name: readme.BLOCKS[name] for name in ("headline", "variants", "groups")}
-    monkeypatch.setattr(readme, "BLOCKS", blocks)
-    make_one_of_each_kind(Path("runs"))
-    markers = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in blocks)
-    Path("README.md").write_text(f"# Title\n\n{markers}\n\ntail\n")
-    write_archive(Path("runs/cpu-smoke.jsonl"), read_runs("runs", "cpu-smoke"), [])
-    subprocess.run(["git", "init", "-q"], check=True)
-    subprocess.run(["git", "add", "runs"], check=True)
-    make(Path("runs"), "A1", preset="local")
+    folder = tmp_path_factory.mktemp("readme")
+    runs = folder / "runs"
+    make_one_of_each_kind(runs)
+    markers = "\n\n".join(f"<!-- {name} -->\n<!-- /{name} -->" for name in BLOCKS)
+    (folder / "README.md").write_text(f"# Title\n\n{markers}\n\ntail\n")
+    write_archive(runs / "cpu-smoke.jsonl", read_runs(runs, "cpu-smoke"), [])
+    subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
+    subprocess.run(["git", "add", "runs"], cwd=folder, check=True)
+    make(runs, "A1", preset="local")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def filled(empty):
+    """What `report --readme` makes of README.md in the folder, whose file stays as it is."""
+    before = (empty / "README.md").read_text()
+    with pytest.MonkeyPatch.context() as patch:
+        work_in(empty, patch)
+        assert main(["report", "--readme"]) == 0
+    after = (empty / "README.md").read_text()
+    (empty / "README.md").write_text(before)
+    return after
+
+
+@pytest.fixture
+def page(empty, tmp_path, monkeypatch):
+    """README.md as the only page, in a copy of the folder that the test works in."""
+    work_in(shutil.copytree(empty, tmp_path / "copy"), monkeypatch)
     return Path("README.md")
+
+
+def work_in(folder, patch):
+    """Work in this folder, in which README.md is the only page."""
+    patch.chdir(folder)
+    patch.setattr(cli, "PAGES", {})
+    patch.setattr(readme, "BLOCKS", BLOCKS)
 
 
 # The page.
 
 
 @pytest.mark.parametrize("words", ["| A1 | ", "`cpu-smoke`", "What is missing here is not known"])
-def test_the_readme_shows_committed_groups_and_what_they_lack(page, typed, words):
-    typed("report --readme")
-    assert words in page.read_text()
+def test_the_readme_shows_committed_groups_and_what_they_lack(filled, words):
+    assert words in filled
 
 
-def test_the_readme_shows_no_group_that_is_not_committed(page, typed):
-    typed("report --readme")
-    assert "cpu-local" not in page.read_text()
+def test_the_readme_shows_no_group_that_is_not_committed(filled):
+    assert "cpu-local" not in filled
 
 
-def test_what_stands_outside_of_the_blocks_stays(page, typed):
-    typed("report --readme")
-    text = page.read_text()
-    assert text.startswith("# Title\n\n<!-- headline -->")
-    assert text.endswith("tail\n")
+def test_what_stands_outside_of_the_blocks_stays(filled):
+    assert filled.startswith("# Title\n\n<!-- headline -->")
+    assert filled.endswith("tail\n")
 
 
-def test_a_readme_that_was_just_made_is_up_to_date(page, typed):
-    typed("report --readme")
+def test_a_readme_that_was_just_made_is_up_to_date(page, filled, typed):
+    page.write_text(filled)
     assert "are up to date" in typed("report --check")
 
 
@@ -67,9 +91,8 @@ def test_a_readme_without_results_is_not_up_to_date(page, capsys):
     assert "README.md is not up to date" in capsys.readouterr().out
 
 
-def test_a_readme_with_other_results_is_not_up_to_date(page, typed, capsys):
-    typed("report --readme")
-    page.write_text(page.read_text().replace("| A1 |", "| A9 |"))
+def test_a_readme_with_other_results_is_not_up_to_date(page, filled, capsys):
+    page.write_text(filled.replace("| A1 |", "| A9 |"))
     assert cli.print_check(Path("runs"), Path("figures")) == 1
     assert "README.md is not up to date" in capsys.readouterr().out
 

@@ -11,6 +11,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.lab.report import cli, evidence, figures, own
+from qa_lib.__main__ import main
+from qa_lib.lab.report import cli, evidence, figures
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.notebook import family_table
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
@@ -32,6 +34,17 @@ def archived(runs, typed):
     typed("archive cpu-smoke --runs", runs)
     (runs / "cpu-smoke").rename("away")
     return runs
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    """Make the report of runs of one variant of each kind, and return its page."""
+    folder = tmp_path_factory.mktemp("page")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        make_one_of_each_kind(Path("runs"))
+        assert main(["report"]) == 0
+    return folder / "figures" / "cpu-smoke" / "report.md"
 
 
 def page_of(group):
@@ -109,16 +122,14 @@ def test_a_familys_table_is_made_without_what_is_archived(archived):
         "CUDA out of memory",
     ],
 )
-def test_the_page_shows_what_ended_well_and_why_other_runs_did_not(runs, typed, words):
-    typed("report")
-    assert words in page_of("cpu-smoke")
+def test_the_page_shows_what_ended_well_and_why_other_runs_did_not(page, words):
+    assert words in page.read_text(encoding="utf-8")
 
 
-def test_the_page_takes_three_screens_and_no_notebook(runs, typed):
-    typed("report")
-    assert len(page_of("cpu-smoke").split()) < 650
-    assert Path("figures/cpu-smoke/ladder.png").is_file()
-    assert not Path("figures/cpu-smoke/report.ipynb").exists()
+def test_the_page_takes_three_screens_and_no_notebook(page):
+    assert len(page.read_text(encoding="utf-8").split()) < 650
+    assert page.with_name("ladder.png").is_file()
+    assert not page.with_suffix(".ipynb").exists()
 
 
 def test_the_page_says_what_three_seeds_show(tmp_path, monkeypatch, typed):

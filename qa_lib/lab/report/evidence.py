@@ -205,9 +205,11 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     chosen = chosen.drop_duplicates(what_is_repeated, keep="last")
     compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
     shared = [name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES]
+    is_comparable = pd.Series(True, chosen.index)
     for column in shared:
         _check_equal(compared, column, group)
-        chosen = chosen[chosen[column].isin(compared[column])]
+        is_comparable &= chosen[column].isin(compared[column])
+    chosen = chosen[is_comparable]
     return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
 
 

@@ -47,6 +47,8 @@ MEASURES = {
 DATA_SHEET_TFLOPS = cards().dropna(subset="gpu").set_index("gpu")["tflops"]
 
 NOTE_LETTERS = 140  # of a run's error in a table, at most
+# Columns of runs that the note on a variant is made of.
+OF_NOTE = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
 
 
 def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
@@ -138,7 +140,8 @@ def _described(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the words of `summary`, AXES and TASK, indexed by cell and variant."""
     keys = ["cell", "variant"]
     described = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
-    parts = [part for _, part in runs.groupby(keys, sort=False)]
+    # Without the hundreds of other columns, of which each part would be a copy.
+    parts = [part for _, part in runs[[*keys, *OF_NOTE]].groupby(keys, sort=False)]
     names = described.index.get_level_values("variant")
     return described.assign(
         family=names.str[0],
@@ -158,9 +161,8 @@ def _status(runs: pd.DataFrame) -> str:
 
 def _note(runs: pd.DataFrame) -> str:
     """Return why some of a variant's runs did not end ok, and which were resumed."""
-    columns = ["status", "error.message", "time.resumed_from_step", "spec.seed"]
     seeds_of: dict[str, list[str]] = {}
-    for status, message, resumed, seed in runs[columns].itertuples(index=False, name=None):
+    for status, message, resumed, seed in runs[OF_NOTE].itertuples(index=False, name=None):
         if status != "ok":
             text = f"{status}: {'not finished' if pd.isna(message) else message}"
             text = textwrap.shorten(printable(text), NOTE_LETTERS, placeholder=" …")

@@ -23,6 +23,7 @@ from qa_lib.model.architectures import (
     trains,
 )
 from qa_lib.model.build import HEADS, apply_recipe, model_config
+from qa_lib.spec.recipes import Recipe
 from qa_lib.spec.spec import Spec
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
@@ -52,8 +53,7 @@ class StepMemory:
         self.tokens = tokens
         self.is_causal = spec.preset.task == "lm"
         self.config = config_of(spec)
-        with torch.device("meta"):
-            self.model = apply_recipe(HEADS[spec.preset.task].from_config(self.config), spec.recipe)
+        self.model = model_without_weights(self.config, spec.preset.task, spec.recipe)
         layers = layers_of(self.model)
         # Gradients pass these layers: from the top down to the lowest part that trains.
         self.passed_layers = layers[len(layers) - layers_passed(self.model) :]
@@ -307,6 +307,24 @@ class StepMemory:
             "end of backward": end_of_backward,
             "optimizer": update,
         }
+
+
+# By configuration, task and recipe: a search for a variant or a size asks for the same one again
+# and again, and building it takes most of an estimate's time.
+_MODELS: dict[tuple, torch.nn.Module] = {}
+
+
+def model_without_weights(config, task: str, recipe: Recipe) -> torch.nn.Module:
+    """Return the model of a configuration in which a recipe's parameters train, on device `meta`.
+
+    It is kept, so that callers must not change it. Raises UserError where adapters need a package
+    that is not installed.
+    """
+    key = (type(config), config.to_json_string(use_diff=False), task, recipe)
+    if key not in _MODELS:
+        with torch.device("meta"):
+            _MODELS[key] = apply_recipe(HEADS[task].from_config(config), recipe)
+    return _MODELS[key]
 
 
 def config_of(spec: Spec):
