@@ -10,9 +10,8 @@ import pytest
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
-from qa_lib.lab.report import cli, evidence, figures, own
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, figures
+from qa_lib.lab.report import cli, evidence, figures, own
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.notebook import family_table
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
