@@ -152,8 +152,8 @@ def place(item) -> int:
 def pytest_collection_finish():
     """Let the garbage collector pass over what was imported and collected.
 
-    These are millions of objects, which live as long as the process. Each end of a run collects,
-    and would take most of a second to look at them.
+    These are about a million objects, which live as long as the process. Each run begins with a
+    collection, which would take half a second to look at them.
     """
     gc.freeze()
 

@@ -220,7 +220,8 @@ def matrix_rate(device: torch.device, dtype: torch.dtype) -> float:
     The record's gemm_utilization is a share of this ceiling, which is measured anew for each run,
     since the clock of a GPU at its power limit varies.
     """
-    size = 8192 if device.type == "cuda" else 1024
+    # On a CPU this size has 0.95 of the rate of one twice as large, and takes half a second less.
+    size = 8192 if device.type == "cuda" else 512
     a, b, out = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(3))
     seconds = _quickest(lambda: torch.matmul(a, b, out=out), device)
     # All memory goes back before the run begins: the tensors, cuBLAS's workspace of this stream
