@@ -16,13 +16,14 @@ from tokenizers import (
 from transformers import (
     AutoConfig,
     AutoModelForQuestionAnswering,
+    MPNetTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
 )
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.data.squad import open_source
-from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.lab.search.plan import plan
@@ -48,6 +49,7 @@ SHAPES = {
     "electra": {"embedding_size": 32},
     "distilbert": {"hidden_dim": 128},
     "modernbert": {"local_attention": 16},
+    "mpnet": {"max_position_embeddings": 514},
 }
 BYTE_LEVEL = {"roberta", "modernbert"}  # those whose tokenizers split bytes
 
@@ -100,9 +102,19 @@ def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **special)
 
 
+def mpnet_tokenizer() -> MPNetTokenizer:
+    """MPNet's tokenizer with the words of the synthetic text.
+
+    It makes <s> question </s></s> context </s>, and no token types.
+    """
+    special = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
+    words = [word for word in vocabulary() if not word.startswith("[")]
+    return MPNetTokenizer(vocab={word: index for index, word in enumerate([*special, *words])})
+
+
 def checkpoint(model_type: str, folder: Path) -> str:
     """Write a tiny model of that type and a tokenizer for the synthetic text; return the folder."""
-    tokenizer = build_tokenizer("tiny")
+    tokenizer = mpnet_tokenizer() if model_type == "mpnet" else build_tokenizer("tiny")
     if model_type in BYTE_LEVEL:
         learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
         examples = open_source("synthetic:60", "train").examples

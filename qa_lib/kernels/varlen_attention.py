@@ -35,8 +35,10 @@ is what the tests hold the kernel to.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
 
@@ -49,6 +51,17 @@ DELTA = {"TOKENS": 64, "num_warps": 4}
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
 
+class RelativeBias(NamedTuple):
+    """A bias of scores by the distance from query to key, in tokens; farther ones have the last."""
+
+    # [buckets, heads]: the bias of each bucket of distances; buckets are a power of 2, at least 16.
+    weight: torch.Tensor
+    # int32 [2 x reach + 1]: the bucket of each distance from -reach to reach.
+    buckets: torch.Tensor
+    # float32 [heads, 2 x reach + 1]: the bias of each distance, which is weight's, for the kernel.
+    table: torch.Tensor
+
+
 def varlen_attention(
     qkv: torch.Tensor,
     bias: torch.Tensor | None,
@@ -58,6 +71,7 @@ def varlen_attention(
     dropout: float,
     scale: float,
     causal: bool = False,
+    relative: RelativeBias | None = None,
 ) -> torch.Tensor:
     """Return attention [tokens, heads, width] within segments of at most `longest` tokens.
 
@@ -65,17 +79,28 @@ def varlen_attention(
     power of 2 and at least 16. Segments begin and end at `cu_seqlens`, int32 [segments + 1].
     `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
     int32 on the device, decides what is dropped out. `scale` multiplies the scores. If `causal`, a
-    token attends to itself and those before it alone.
+    token attends to itself and those before it alone. `relative` is added to the scaled scores, and
+    its weight gets its gradient; causal attention takes none.
     """
     if not qkv.is_cuda:
         return reference(
-            qkv, bias, cu_seqlens, seed=seed, dropout=dropout, scale=scale, causal=causal
+            qkv,
+            bias,
+            cu_seqlens,
+            seed=seed,
+            dropout=dropout,
+            scale=scale,
+            causal=causal,
+            relative=relative,
         )
-    output, _ = _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)
+    of_distances = (None, None, None) if relative is None else relative
+    output, _ = _attention(
+        qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances
+    )
     return output
 
 
-def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
+def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
     """Return what varlen_attention returns, by plain PyTorch.
 
     It holds all scores [heads, tokens, tokens].
@@ -87,10 +112,12 @@ def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
     hidden = segment[:, None] != segment
     if causal:
         hidden |= torch.ones_like(hidden).triu(1)
-    scores = (query @ key.mT * scale).masked_fill(hidden, -torch.inf)
-    p = torch.softmax(scores, -1)
+    place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
+    scores = query @ key.mT * scale
+    if relative is not None:
+        scores = scores + relative_scores(relative.weight, relative.buckets, place)
+    p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
     if dropout:
-        place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
         kept = _dropout_mask(place, qkv.shape[2], seed, dropout)
         p = torch.where(kept, p * _dropout_scale(dropout), 0.0)
     return (p @ value).transpose(0, 1)
@@ -100,6 +127,18 @@ def segment_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return for each of so many `tokens` of a packed sequence the number of its segment."""
     places = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], places, right=True)
+
+
+def relative_scores(
+    weight: torch.Tensor, buckets: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """Return the biases [heads, tokens, tokens] of scores, by query and key.
+
+    `weight` and `buckets` are those of RelativeBias; `place` [tokens] is each token's in its sample.
+    """
+    reach = len(buckets) // 2
+    distance = (place - place[:, None]).clamp(-reach, reach)
+    return F.embedding(buckets[distance + reach], weight).permute(2, 0, 1)
 
 
 def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

@@ -611,6 +611,8 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
         yield from _distilbert_lacks(settings)
     elif architecture == "modernbert":
         yield from _modernbert_lacks(settings)
+    elif architecture == "mpnet":
+        yield from _mpnet_lacks(settings)
     elif architecture == "gpt2":
         yield from _gpt2_lacks(settings)
     hands_on_parts = settings.compile == "regional" or settings.parallel == "pipeline"
@@ -644,6 +646,15 @@ def _modernbert_lacks(settings: Settings) -> Iterator[str]:
         yield "it has no biases to train"
     if settings.parallel == "tensor":
         yield ("a share of its one linear layer for query, key and value is no share of the heads")
+
+
+def _mpnet_lacks(settings: Settings) -> Iterator[str]:
+    if settings.engine != "plain" and settings.attention in ("flash", "efficient"):
+        yield "its scores have a bias by distance, which this kernel of packed sequences has not"
+    if settings.parallel == "pipeline":
+        yield "all of its layers have one bias of scores, which stages would have to share"
+    if settings.parallel == "tensor":
+        yield "the bias of its scores is not cut into shares of the heads"
 
 
 def _gpt2_lacks(settings: Settings) -> Iterator[str]:

@@ -23,6 +23,7 @@ from qa_lib.model.architectures import (
     trains,
 )
 from qa_lib.model.build import HEADS, apply_recipe, model_config
+from qa_lib.model.load import new_model
 from qa_lib.spec.spec import Spec
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
@@ -53,7 +54,8 @@ class StepMemory:
         self.is_causal = spec.preset.task == "lm"
         self.config = config_of(spec)
         with torch.device("meta"):
-            self.model = apply_recipe(HEADS[spec.preset.task].from_config(self.config), spec.recipe)
+            model = new_model(self.config, HEADS[spec.preset.task], "eager")
+            self.model = apply_recipe(model, spec.recipe)
         layers = layers_of(self.model)
         # Gradients pass these layers: from the top down to the lowest part that trains.
         self.passed_layers = layers[len(layers) - layers_passed(self.model) :]
