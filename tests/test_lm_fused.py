@@ -250,4 +250,4 @@ def test_a_model_without_a_rival_is_told(tmp_path):
     spec = dataclasses.replace(
         planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path)
     )
-    refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)
+    refused("roberta: the rivals are a BERT, an MPNet and a GPT-2", build_model, spec)

@@ -102,19 +102,21 @@ def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **special)
 
 
-def mpnet_tokenizer() -> MPNetTokenizer:
-    """MPNet's tokenizer with the words of the synthetic text.
+def mpnet_tokenizer(pieces) -> MPNetTokenizer:
+    """MPNet's tokenizer with the WordPieces of a BERT.
 
     It makes <s> question </s></s> context </s>, and no token types.
     """
     special = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
-    words = [word for word in vocabulary() if not word.startswith("[")]
-    return MPNetTokenizer(vocab={word: index for index, word in enumerate([*special, *words])})
+    own = [piece for piece in pieces if not piece.startswith("[")]
+    return MPNetTokenizer(vocab={piece: index for index, piece in enumerate([*special, *own])})
 
 
 def checkpoint(model_type: str, folder: Path) -> str:
     """Write a tiny model of that type and a tokenizer for the synthetic text; return the folder."""
-    tokenizer = mpnet_tokenizer() if model_type == "mpnet" else build_tokenizer("tiny")
+    tokenizer = build_tokenizer("tiny")
+    if model_type == "mpnet":
+        tokenizer = mpnet_tokenizer(vocabulary())
     if model_type in BYTE_LEVEL:
         learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
         examples = open_source("synthetic:60", "train").examples

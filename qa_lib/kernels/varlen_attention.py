@@ -27,6 +27,12 @@ different here:
 - Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program.
   Only the blocks on the diagonal are masked, in a loop of their own. Its windows of text are
   segments of one length (variant L-attention).
+- A bias of the scores by distance (RelativeBias; MPNet's, T5's) is a row of numbers for each head,
+  1 KB for 128 tokens in each direction, which stays in the first cache. A score reads one of them
+  and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along a
+  diagonal, over all tiles of all programs. A program sums the diagonals of its queries' tiles into
+  the buckets that share a number (add_to_buckets), and leaves 32 sums: again nothing is added up by
+  several programs. Where there is no bias, none of this is in the program.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -47,8 +53,12 @@ from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch,
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 DELTA = {"TOKENS": 64, "num_warps": 4}
+# With a bias by distance.
+RELATIVE_BACKWARD = BACKWARD
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
+
+LOG2_E = tl.constexpr(math.log2(math.e))  # for the kernels
 
 
 class RelativeBias(NamedTuple):
@@ -134,7 +144,8 @@ def relative_scores(
 ) -> torch.Tensor:
     """Return the biases [heads, tokens, tokens] of scores, by query and key.
 
-    `weight` and `buckets` are those of RelativeBias; `place` [tokens] is each token's in its sample.
+    `weight` and `buckets` are those of RelativeBias; `place` [tokens] is where in its sample each
+    token is.
     """
     reach = len(buckets) // 2
     distance = (place - place[:, None]).clamp(-reach, reach)
@@ -192,10 +203,14 @@ def _attention(
     dropout: float,
     scale: float,
     causal: bool = False,
+    weight: torch.Tensor | None = None,
+    buckets: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [tokens, heads, width], and logsumexp, fp32 [heads, tokens].
 
-    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials.
+    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. The last
+    three arguments are a RelativeBias.
     """
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
@@ -211,6 +226,7 @@ def _attention(
         logsumexp=logsumexp,
         cu_seqlens=cu_seqlens,
         seed=seed,
+        table=table,
         tokens=tokens,
         scale=scale * math.log2(math.e),
         threshold=_threshold(dropout),
@@ -219,6 +235,7 @@ def _attention(
         WIDTH=width,
         DROPS=dropout > 0,
         CAUSAL=causal,
+        REACH=_reach(buckets),
         **options,
     )
     return output, logsumexp
@@ -237,14 +254,25 @@ def _attention_backward(
     dropout: float,
     scale: float,
     causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `qkv` and of the bias in it, which is empty without a bias."""
+    weight: torch.Tensor | None = None,
+    buckets: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
+
+    Those of what is None are empty.
+    """
     tokens, _, heads, width = qkv.shape
-    blocks = -(-longest // BACKWARD["BLOCK"])
+    options = BACKWARD if table is None else RELATIVE_BACKWARD
+    blocks = -(-longest // options["BLOCK"])
     segments = len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
+    )
+    number_of_buckets = 0 if weight is None else len(weight)
+    bucket_partials = qkv.new_empty(
+        segments * blocks, number_of_buckets, heads, dtype=torch.float32
     )
     grad = grad.contiguous()
     delta = torch.empty_like(logsumexp)
@@ -270,6 +298,9 @@ def _attention_backward(
         seed=seed,
         qkv_grad=qkv_grad,
         partials=partials,
+        table=table,
+        buckets=buckets,
+        bucket_partials=bucket_partials,
         tokens=tokens,
         scale=scale,
         threshold=_threshold(dropout),
@@ -279,30 +310,44 @@ def _attention_backward(
         DROPS=dropout > 0,
         SUMS=bias is not None,
         CAUSAL=causal,
-        **BACKWARD,
+        REACH=_reach(buckets),
+        BUCKETS=max(1, number_of_buckets),
+        **options,
     )
-    if bias is None:
-        return qkv_grad, qkv.new_empty(0)
-    return qkv_grad, sum_partials(partials, bias.dtype)
+    bias_grad = qkv.new_empty(0)
+    if bias is not None:
+        bias_grad = sum_partials(partials, bias.dtype)
+    weight_grad = qkv.new_empty(0)
+    if weight is not None:
+        weight_grad = sum_partials(bucket_partials, weight.dtype)
+    return qkv_grad, bias_grad, weight_grad
+
+
+def _reach(buckets: torch.Tensor | None) -> int:
+    """Return the farthest distance that has a bias of its own; 0 where there is no bias."""
+    return 0 if buckets is None else len(buckets) // 2
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options = inputs
-    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
+    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs
+    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed, weight, buckets, table)
     # Otherwise logsumexp would get a gradient of zeros, by a kernel of its own.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _):
-    qkv, bias, output, logsumexp, cu_seqlens, seed = ctx.saved_tensors
+    qkv, bias, output, logsumexp, cu_seqlens, seed, *relative = ctx.saved_tensors
     if not ctx.needs_input_grad[1]:
         bias = None
-    qkv_grad, bias_grad = _attention_backward(
-        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options
+    qkv_grad, bias_grad, weight_grad = _attention_backward(
+        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options, *relative
     )
     if not ctx.needs_input_grad[1]:
         bias_grad = None
-    return qkv_grad, bias_grad, None, None, None, None, None, None
+    # Arguments at the end that have their defaults are not counted in needs_input_grad.
+    if relative[0] is None or not ctx.needs_input_grad[8]:
+        weight_grad = None
+    return qkv_grad, bias_grad, None, None, None, None, None, None, weight_grad, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -316,6 +361,10 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # key and value beside each other; `output` and its gradient [tokens, HEADS, WIDTH]; `logsumexp` and
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
 # WIDTH]. A name that ends in _at is a pointer to the elements of a block.
+#
+# A RelativeBias is `table` [HEADS, 2 * REACH + 1], where distance 0 has the number REACH, and
+# `buckets`, as long as a row of it; the sums of its gradient go into `bucket_partials` [segments,
+# blocks, BUCKETS, HEADS]. Without one REACH is 0, and all that is of it is left out of the program.
 #
 # PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 # 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are
@@ -387,6 +436,43 @@ def locate(cu_seqlens):
     return block, head, begin, length
 
 
+@jit
+def distance_bias(table, head, distance, scale, REACH: tl.constexpr):
+    """Return what to add to a head's scores before they are scaled, by distance from query to key.
+
+    `scale` is that of the scores times log2(e), and the biases are of scaled scores.
+    """
+    number = REACH + tl.minimum(tl.maximum(distance, -REACH), REACH)
+    return tl.load(table + head * (2 * REACH + 1) + number) * (LOG2_E / scale)
+
+
+@jit
+def add_to_buckets(sums, ds, distance, buckets, REACH: tl.constexpr, BUCKETS: tl.constexpr):
+    """Add the gradients `ds` [queries, keys] of scores to the `sums` [BUCKETS] of their buckets.
+
+    `distance` is that from the first query to the first key. The queries are a multiple of the
+    keys.
+
+    Elements of one distance lie on a diagonal. Each row is turned by its number, so that diagonals
+    become columns: element (i, j) comes from column i + j, counted on from the first column again
+    where there are no more. A column then has a few diagonals, one for each time that the count
+    began anew, and these are summed one after the other. Sums of diagonals go to their buckets by
+    comparing numbers. All of it has one order, the same in every run.
+    """
+    QUERIES: tl.constexpr = ds.shape[0]
+    KEYS: tl.constexpr = ds.shape[1]
+    column = tl.arange(0, KEYS)
+    source = tl.arange(0, QUERIES)[:, None] + column[None, :]
+    turned = tl.gather(ds, source % KEYS, 1)
+    for turns in tl.static_range(QUERIES // KEYS + 1):
+        diagonals = tl.sum(tl.where(source // KEYS == turns, turned, 0.0), 0)
+        diagonal_distance = distance + column - turns * KEYS
+        number = REACH + tl.minimum(tl.maximum(diagonal_distance, -REACH), REACH)
+        is_of = tl.load(buckets + number)[:, None] == tl.arange(0, BUCKETS)[None, :]
+        sums += tl.sum(tl.where(is_of, diagonals[:, None], 0.0), 0)
+    return sums
+
+
 @jit(do_not_specialize=["threshold"])
 def varlen_attention_forward(
     qkv,
@@ -394,6 +480,7 @@ def varlen_attention_forward(
     logsumexp,
     cu_seqlens,
     seed,
+    table,
     tokens,
     scale,
     threshold,
@@ -404,6 +491,7 @@ def varlen_attention_forward(
     KEYS: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
     block, head, begin, length = locate(cu_seqlens)
@@ -435,6 +523,8 @@ def varlen_attention_forward(
         key_at=key_at,
         seeds=seeds,
         second=second,
+        table=table,
+        head=head,
         first=0,
         last=seen_by_all,
         length=length,
@@ -445,6 +535,7 @@ def varlen_attention_forward(
         DROPS=DROPS,
         ENDS=not CAUSAL,
         CAUSAL=False,
+        REACH=REACH,
     )
     if CAUSAL:
         acc, total, highest = attend(
@@ -456,6 +547,8 @@ def varlen_attention_forward(
             key_at=key_at,
             seeds=seeds,
             second=second,
+            table=table,
+            head=head,
             first=seen_by_all,
             last=last,
             length=length,
@@ -466,6 +559,7 @@ def varlen_attention_forward(
             DROPS=DROPS,
             ENDS=True,
             CAUSAL=True,
+            REACH=REACH,
         )
     acc *= (kept_scale / total)[:, None]
     output_at = output + (begin + query_token[:, None]) * PART + head * WIDTH + width
@@ -484,6 +578,8 @@ def attend(
     key_at,
     seeds,
     second,
+    table,
+    head,
     first,
     last,
     length,
@@ -494,6 +590,7 @@ def attend(
     DROPS: tl.constexpr,
     ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Take the keys from `first` to `last` into the queries' running results, and return these.
 
@@ -513,6 +610,9 @@ def attend(
             key = tl.load(at)
             value = tl.load(at + PART)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        if REACH:
+            distance = key_token - query_token[:, None]
+            scores += distance_bias(table, head, distance, scale, REACH)
         if ENDS:
             seen = key_token <= query_token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
@@ -538,6 +638,9 @@ def varlen_attention_backward(
     seed,
     qkv_grad,
     partials,
+    table,
+    buckets,
+    bucket_partials,
     tokens,
     scale,
     threshold,
@@ -549,12 +652,14 @@ def varlen_attention_backward(
     DROPS: tl.constexpr,
     SUMS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
     """Compute the gradients of BLOCK tokens.
 
     First come those of their keys and values, over STEP queries at a time, then those of their
     queries, over STEP keys at a time. With SUMS, the sums of each over the tokens go into
-    `partials`.
+    `partials`, and with REACH those of the scores of its queries into `bucket_partials`.
     """
     block, head, begin, length = locate(cu_seqlens)
     PART: tl.constexpr = HEADS * WIDTH
@@ -565,6 +670,9 @@ def varlen_attention_backward(
         if SUMS:
             for part in tl.static_range(3):
                 tl.store(partials_at + part * PART, tl.zeros([WIDTH], tl.float32))
+        if REACH:
+            bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
+            tl.store(bucket_partials + bucket, tl.zeros([BUCKETS], tl.float32))
         return
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < length
@@ -575,7 +683,7 @@ def varlen_attention_backward(
     dtype = qkv_grad.dtype.element_ty
     first_query = head * tokens + begin
 
-    scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
+    scale_of_base_2 = scale * LOG2_E
     dk, dv = key_value_grads(
         block_at=block_at,
         step_at=step_at,
@@ -583,6 +691,7 @@ def varlen_attention_backward(
         logsumexp=logsumexp + first_query,
         delta=delta + first_query,
         seed=seed,
+        table=table,
         token=token,
         inside=inside,
         block=block,
@@ -599,6 +708,7 @@ def varlen_attention_backward(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=CAUSAL,
+        REACH=REACH,
     )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
@@ -611,13 +721,15 @@ def varlen_attention_backward(
         tl.store(partials_at + PART, tl.sum(tl.where(inside[:, None], dk, 0.0), 0))
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
-    dq = query_grads(
+    dq, bucket_sums = query_grads(
         block_at=block_at,
         step_at=step_at,
         grad_at=grad_at,
         logsumexp=logsumexp + first_query,
         delta=delta + first_query,
         seed=seed,
+        table=table,
+        buckets=buckets,
         token=token,
         inside=inside,
         block=block,
@@ -634,11 +746,16 @@ def varlen_attention_backward(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=CAUSAL,
+        REACH=REACH,
+        BUCKETS=BUCKETS,
     )
     dq *= scale
     tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
+    if REACH:
+        bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
+        tl.store(bucket_partials + bucket, bucket_sums)
 
 
 @jit
@@ -649,6 +766,7 @@ def key_value_grads(
     logsumexp,
     delta,
     seed,
+    table,
     token,
     inside,
     block,
@@ -665,6 +783,7 @@ def key_value_grads(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment."""
     key = tl.load(block_at + PART, mask=inside[:, None], other=0.0)
@@ -684,6 +803,7 @@ def key_value_grads(
             logsumexp=logsumexp,
             delta=delta,
             seed=seed,
+            table=table,
             token=token,
             block=block,
             head=head,
@@ -700,6 +820,7 @@ def key_value_grads(
             STEP=STEP,
             DROPS=DROPS,
             CAUSAL=True,
+            REACH=REACH,
         )
     dk, dv = add_queries(
         dk=dk,
@@ -711,6 +832,7 @@ def key_value_grads(
         logsumexp=logsumexp,
         delta=delta,
         seed=seed,
+        table=table,
         token=token,
         block=block,
         head=head,
@@ -727,6 +849,7 @@ def key_value_grads(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=False,
+        REACH=REACH,
     )
     return dk, dv * kept_scale
 
@@ -742,6 +865,7 @@ def add_queries(
     logsumexp,
     delta,
     seed,
+    table,
     token,
     block,
     head,
@@ -758,11 +882,13 @@ def add_queries(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Add to dK and dV what the queries from `first` to `last` give, and return these.
 
     Scores are [keys, queries] here. `token` are those of the keys.
     """
+    BEYOND: tl.constexpr = float("inf") if REACH else 0.0
     pair, second = pairs(STEP)
     key_pair, second_key = pairs(BLOCK)
     shift = 16 * second[None, :] + 8 * second_key[:, None]
@@ -771,10 +897,14 @@ def add_queries(
         inside = query_token < length
         query = tl.load(step_at + at * (3 * PART), mask=inside[:, None], other=0.0)
         do = tl.load(grad_at + query_token[:, None] * PART, mask=inside[:, None], other=0.0)
-        # A query beyond the end is read as zeros, and so are its products: it adds nothing.
-        query_logsumexp = tl.load(logsumexp + query_token, mask=inside, other=0.0)
+        # A query beyond the end is read as zeros, and so are its products: it adds nothing. A bias
+        # could be too large for its powers, which an infinite sum makes 0.
+        query_logsumexp = tl.load(logsumexp + query_token, mask=inside, other=BEYOND)
         query_delta = tl.load(delta + query_token, mask=inside, other=0.0)
         scores = tl.dot(key, query.T, input_precision="ieee")
+        if REACH:
+            distance = token[:, None] - query_token[None, :]
+            scores += distance_bias(table, head, distance, scale, REACH)
         p = tl.exp2(scores * scale - query_logsumexp[None, :])
         if CAUSAL:
             p = tl.where(query_token[None, :] >= token[:, None], p, 0.0)
@@ -800,6 +930,8 @@ def query_grads(
     logsumexp,
     delta,
     seed,
+    table,
+    buckets,
     token,
     inside,
     block,
@@ -816,24 +948,34 @@ def query_grads(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
-    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment."""
+    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment.
+
+    Beside it are the sums [BUCKETS] of the gradients of scores, of use with REACH alone.
+    """
     query = tl.load(block_at, mask=inside[:, None], other=0.0)
     do = tl.load(grad_at + token[:, None] * PART, mask=inside[:, None], other=0.0)
-    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=0.0)
+    BEYOND: tl.constexpr = float("inf") if REACH else 0.0
+    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=BEYOND)
     query_delta = tl.load(delta + token, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
+    bucket_sums = tl.zeros([BUCKETS], tl.float32)
     seen_by_all = length  # every query of the block sees the keys before it
     if CAUSAL:
         seen_by_all = block * BLOCK
-        dq = add_keys(
+        dq, bucket_sums = add_keys(
             dq=dq,
+            bucket_sums=bucket_sums,
             query=query,
             do=do,
             query_logsumexp=query_logsumexp,
             query_delta=query_delta,
             step_at=step_at,
             seed=seed,
+            table=table,
+            buckets=buckets,
             token=token,
             block=block,
             head=head,
@@ -851,15 +993,20 @@ def query_grads(
             DROPS=DROPS,
             ENDS=True,
             CAUSAL=True,
+            REACH=REACH,
+            BUCKETS=BUCKETS,
         )
     return add_keys(
         dq=dq,
+        bucket_sums=bucket_sums,
         query=query,
         do=do,
         query_logsumexp=query_logsumexp,
         query_delta=query_delta,
         step_at=step_at,
         seed=seed,
+        table=table,
+        buckets=buckets,
         token=token,
         block=block,
         head=head,
@@ -877,18 +1024,23 @@ def query_grads(
         DROPS=DROPS,
         ENDS=not CAUSAL,
         CAUSAL=False,
+        REACH=REACH,
+        BUCKETS=BUCKETS,
     )
 
 
 @jit
 def add_keys(
     dq,
+    bucket_sums,
     query,
     do,
     query_logsumexp,
     query_delta,
     step_at,
     seed,
+    table,
+    buckets,
     token,
     block,
     head,
@@ -906,8 +1058,10 @@ def add_keys(
     DROPS: tl.constexpr,
     ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
-    """Add to dQ what the keys from `first` to `last` give, and return it.
+    """Add to dQ and `bucket_sums` what the keys from `first` to `last` give, and return these.
 
     Scores are [queries, keys] here. `token` are those of the queries. With ENDS some keys may lie
     beyond the end, and if CAUSAL after a query.
@@ -922,6 +1076,9 @@ def add_keys(
         key = tl.load(step_at + at * (3 * PART) + PART, mask=inside, other=0.0)
         value = tl.load(step_at + at * (3 * PART) + 2 * PART, mask=inside, other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        if REACH:
+            distance = key_token - token[:, None]
+            scores += distance_bias(table, head, distance, scale, REACH)
         if ENDS:
             seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
@@ -932,4 +1089,8 @@ def add_keys(
             dp = tl.where(keep, dp * kept_scale, 0.0)
         ds = p * (dp - query_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
-    return dq
+        if REACH:
+            bucket_sums = add_to_buckets(
+                bucket_sums, ds, at - block * BLOCK, buckets, REACH, BUCKETS
+            )
+    return dq, bucket_sums

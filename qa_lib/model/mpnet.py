@@ -48,13 +48,17 @@ class DistanceBias(nn.Module):
         """Return the bias of padded samples, -inf for keys that are padding.
 
         `hidden_states` are [batch, tokens, width], `attention_mask` is [batch, tokens] with 0 for
-        padding, or None. The result is [batch or 1, heads, tokens, tokens].
+        padding, or None. The result is [batch or 1, heads, tokens, tokens], of the type that
+        attention computes in: otherwise autocast would make a copy for each layer.
         """
         place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        bias = relative_scores(self.weight, self.buckets, place)[None].to(hidden_states.dtype)
-        if attention_mask is None:
-            return bias
-        return bias.masked_fill(attention_mask[:, None, None] == 0, -torch.inf)
+        bias = relative_scores(self.weight, self.buckets, place)[None]
+        if attention_mask is not None:
+            bias = bias.masked_fill(attention_mask[:, None, None] == 0, -torch.inf)
+        kind = hidden_states.device.type
+        if torch.is_autocast_enabled(kind):
+            return bias.to(torch.get_autocast_dtype(kind))
+        return bias.to(hidden_states.dtype)
 
     def by_distance(self) -> RelativeBias:
         """Return the bias as the kernels for packed samples take it."""

@@ -121,6 +121,9 @@ def _attention_conflicts(settings: Settings) -> Iterator[str]:
     if packed and settings.loss != "native":
         why = "it is the loss of a language model, and questions are what is packed"
         yield _clash(settings, "loss", "padding", why)
+    if packed and settings.loss_padding == "masked":
+        why = "the loss of packed samples has no padding"
+        yield _clash(settings, "loss_padding", "padding", why)
 
 
 def _number_format_conflicts(settings: Settings) -> Iterator[str]:
@@ -260,6 +263,9 @@ def _trainer_conflicts(settings: Settings) -> Iterator[str]:
     if settings.loss != "native":
         why = "it is the loop that takes the loss of a model"
         yield _clash(settings, "engine", "loss", why)
+    if settings.loss_padding == "masked":
+        why = "transformers.Trainer takes the model's own loss"
+        yield _clash(settings, "engine", "loss_padding", why)
     if settings.optimizer not in ("adamw", "adamw-fused"):
         why = "transformers.Trainer builds its own fused AdamW here"
         yield _clash(settings, "engine", "optimizer", why)
@@ -354,7 +360,9 @@ def _tensor_conflicts(settings: Settings) -> Iterator[str]:
 
 def task_conflicts(settings: Settings, task: str) -> Iterator[str]:
     """Yield why a run of that task cannot have these settings, to be read after "VARIANT: "."""
-    if task != "qa":  # a language model takes all of these
+    if task != "qa":  # a language model takes all that follow
+        if settings.loss_padding == "masked":
+            yield "windows of text have no padding to leave out of their loss"
         return
     packed = settings.padding == "packed"
     if settings.cuda_graph and not packed:
@@ -606,7 +614,7 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     """Yield why a model of that architecture cannot have these settings."""
     has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
     if settings.engine == "plain" and not has_rival:
-        yield "the rivals are a BERT and a GPT-2"
+        yield "the rivals are a BERT, an MPNet and a GPT-2"
     if architecture == "distilbert":
         yield from _distilbert_lacks(settings)
     elif architecture == "modernbert":

@@ -15,6 +15,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.peers.mpnet import MPNet
 from qa_lib.spec.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate, peak_rate, set_rate
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -39,6 +40,8 @@ def train(
     dropout = 0.0 if settings.dropout == "none" else 0.1
     if spec.preset.task == "lm":
         peer = GPT2(model, dropout)
+    elif model.config.model_type == "mpnet":
+        peer = MPNet(model, dropout, max(batches.limits))
     else:
         peer = Bert(model, dropout, max(batches.limits))
     _copy(peer.pairs(model))
