@@ -48,7 +48,7 @@ def relative_of(heads=2, dtype=torch.float32) -> varlen.RelativeBias:
     weight = torch.randn(16, heads).to(DEVICE, dtype)
     distances = torch.arange(-REACH, REACH + 1, device=DEVICE)
     buckets = (distances.abs().clamp(max=14) // 2 + 8 * (distances > 0)).int()
-    table = weight.float()[buckets].t().contiguous()
+    table = varlen.LOG2_E * weight.float()[buckets].t().contiguous()
     return varlen.RelativeBias(weight, buckets, table)
 
 
@@ -368,7 +368,8 @@ def test_a_bias_by_distance_of_half_precision_is_the_references():
 @pytest.mark.triton
 def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
     relative = relative_of()
-    relative = relative._replace(weight=relative.weight + 200, table=relative.table + 200)
+    table = relative.table + 200 * varlen.LOG2_E
+    relative = relative._replace(weight=relative.weight + 200, table=table)
     assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
 
 
@@ -395,6 +396,7 @@ def test_the_reference_adds_the_bias_of_each_distance_to_the_scaled_scores():
         query, key, value = qkv[begin:end].unbind(1)
         scores = SCALE * torch.einsum("qhw,khw->hqk", query, key)
         for q, k in itertools.product(range(end - begin), repeat=2):
-            scores[:, q, k] += relative.table[:, REACH + max(-REACH, min(REACH, k - q))]
+            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            scores[:, q, k] += relative.weight[bucket]
         expected = torch.einsum("hqk,khw->qhw", scores.softmax(-1), value)
         torch.testing.assert_close(output[begin:end], expected, atol=1e-5, rtol=1e-5)

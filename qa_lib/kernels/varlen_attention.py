@@ -58,7 +58,7 @@ RELATIVE_BACKWARD = BACKWARD
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
-LOG2_E = tl.constexpr(math.log2(math.e))  # for the kernels
+LOG2_E = math.log2(math.e)
 
 
 class RelativeBias(NamedTuple):
@@ -68,7 +68,8 @@ class RelativeBias(NamedTuple):
     weight: torch.Tensor
     # int32 [2 x reach + 1]: the bucket of each distance from -reach to reach.
     buckets: torch.Tensor
-    # float32 [heads, 2 x reach + 1]: the bias of each distance, which is weight's, for the kernel.
+    # float32 [heads, 2 x reach + 1]: the bias of each distance, which is weight's, times log2(e),
+    # for the kernel.
     table: torch.Tensor
 
 
@@ -228,7 +229,7 @@ def _attention(
         seed=seed,
         table=table,
         tokens=tokens,
-        scale=scale * math.log2(math.e),
+        scale=scale * LOG2_E,
         threshold=_threshold(dropout),
         kept_scale=_dropout_scale(dropout),
         HEADS=heads,
@@ -437,13 +438,10 @@ def locate(cu_seqlens):
 
 
 @jit
-def distance_bias(table, head, distance, scale, REACH: tl.constexpr):
-    """Return what to add to a head's scores before they are scaled, by distance from query to key.
-
-    `scale` is that of the scores times log2(e), and the biases are of scaled scores.
-    """
+def distance_bias(table, head, distance, REACH: tl.constexpr):
+    """Return the biases of a head's scaled scores, times log2(e), by distance from query to key."""
     number = REACH + tl.minimum(tl.maximum(distance, -REACH), REACH)
-    return tl.load(table + head * (2 * REACH + 1) + number) * (LOG2_E / scale)
+    return tl.load(table + head * (2 * REACH + 1) + number)
 
 
 @jit
@@ -612,7 +610,7 @@ def attend(
         scores = tl.dot(query, key.T, input_precision="ieee")
         if REACH:
             distance = key_token - query_token[:, None]
-            scores += distance_bias(table, head, distance, scale, REACH)
+            scores += distance_bias(table, head, distance, REACH) * (1 / scale)
         if ENDS:
             seen = key_token <= query_token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
@@ -683,7 +681,7 @@ def varlen_attention_backward(
     dtype = qkv_grad.dtype.element_ty
     first_query = head * tokens + begin
 
-    scale_of_base_2 = scale * LOG2_E
+    scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
     dk, dv = key_value_grads(
         block_at=block_at,
         step_at=step_at,
@@ -904,8 +902,10 @@ def add_queries(
         scores = tl.dot(key, query.T, input_precision="ieee")
         if REACH:
             distance = token[:, None] - query_token[None, :]
-            scores += distance_bias(table, head, distance, scale, REACH)
-        p = tl.exp2(scores * scale - query_logsumexp[None, :])
+            bias = distance_bias(table, head, distance, REACH)
+            p = tl.exp2(scores * scale + (bias - query_logsumexp[None, :]))
+        else:
+            p = tl.exp2(scores * scale - query_logsumexp[None, :])
         if CAUSAL:
             p = tl.where(query_token[None, :] >= token[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
@@ -1076,13 +1076,14 @@ def add_keys(
         key = tl.load(step_at + at * (3 * PART) + PART, mask=inside, other=0.0)
         value = tl.load(step_at + at * (3 * PART) + 2 * PART, mask=inside, other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
-        if REACH:
-            distance = key_token - token[:, None]
-            scores += distance_bias(table, head, distance, scale, REACH)
         if ENDS:
             seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        p = tl.exp2(scores * scale - query_logsumexp[:, None])
+        if REACH:
+            bias = distance_bias(table, head, key_token - token[:, None], REACH)
+            p = tl.exp2(scores * scale + (bias - query_logsumexp[:, None]))
+        else:
+            p = tl.exp2(scores * scale - query_logsumexp[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
             keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)

@@ -20,7 +20,7 @@ from transformers.models.bert.modeling_bert import BertConfig, BertLayer
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetModel
 
-from qa_lib.kernels.varlen_attention import RelativeBias, relative_scores
+from qa_lib.kernels.varlen_attention import LOG2_E, RelativeBias, relative_scores
 
 # Distances of so many tokens and more have the last bucket.
 REACH = 128
@@ -62,7 +62,7 @@ class DistanceBias(nn.Module):
 
     def by_distance(self) -> RelativeBias:
         """Return the bias as the kernels for packed samples take it."""
-        table = self.weight.detach().float()[self.buckets].t().contiguous()
+        table = LOG2_E * self.weight.detach().float()[self.buckets].t().contiguous()
         return RelativeBias(self.weight, self.buckets, table)
 
 
