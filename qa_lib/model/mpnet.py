@@ -84,9 +84,7 @@ class Encoder(MPNetEncoder):
 class Backbone(MPNetModel):
     """Embeddings and layers, after use_bert_layers."""
 
-    def forward(
-        self, input_ids=None, attention_mask=None, position_ids=None, segments=None, **kwargs
-    ):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, segments=None):
         """Do what the original's forward does, and hand on the segments of packed samples."""
         hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
         hidden_states = self.encoder(hidden_states, attention_mask, segments)
@@ -101,9 +99,19 @@ class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
 
     supports_gradient_checkpointing = True  # BERT's layers can be computed again
 
-    def forward(self, input_ids=None, start_positions=None, end_positions=None, **inputs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        start_positions=None,
+        end_positions=None,
+        segments=None,
+        **kwargs,
+    ):
         """Do what the original's forward does, and hand on the segments of packed samples."""
-        hidden_states = self.mpnet(input_ids, **inputs).last_hidden_state
+        outputs = self.mpnet(input_ids, attention_mask, position_ids, segments)
+        hidden_states = outputs.last_hidden_state
         start_logits, end_logits = self.qa_outputs(hidden_states).unbind(-1)
         loss = None
         if start_positions is not None:
