@@ -53,8 +53,6 @@ from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch,
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 DELTA = {"TOKENS": 64, "num_warps": 4}
-# With a bias by distance.
-RELATIVE_BACKWARD = BACKWARD
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
@@ -64,7 +62,7 @@ LOG2_E = math.log2(math.e)
 class RelativeBias(NamedTuple):
     """A bias of scores by the distance from query to key, in tokens; farther ones have the last."""
 
-    # [buckets, heads]: the bias of each bucket of distances; buckets are a power of 2, at least 16.
+    # [buckets, heads]: the bias of each bucket of distances, whose number is a power of 2.
     weight: torch.Tensor
     # int32 [2 x reach + 1]: the bucket of each distance from -reach to reach.
     buckets: torch.Tensor
@@ -91,7 +89,7 @@ def varlen_attention(
     `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
     int32 on the device, decides what is dropped out. `scale` multiplies the scores. If `causal`, a
     token attends to itself and those before it alone. `relative` is added to the scaled scores, and
-    its weight gets its gradient; causal attention takes none.
+    its weight gets its gradient.
     """
     if not qkv.is_cuda:
         return reference(
@@ -264,8 +262,7 @@ def _attention_backward(
     Those of what is None are empty.
     """
     tokens, _, heads, width = qkv.shape
-    options = BACKWARD if table is None else RELATIVE_BACKWARD
-    blocks = -(-longest // options["BLOCK"])
+    blocks = -(-longest // BACKWARD["BLOCK"])
     segments = len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(
@@ -313,7 +310,7 @@ def _attention_backward(
         CAUSAL=causal,
         REACH=_reach(buckets),
         BUCKETS=max(1, number_of_buckets),
-        **options,
+        **BACKWARD,
     )
     bias_grad = qkv.new_empty(0)
     if bias is not None:
