@@ -69,16 +69,11 @@ def ours(original, attention: str):
     return model
 
 
-def original_name(name: str) -> str:
-    """What transformers' MPNet calls a parameter of ours."""
-    for own, berts in mpnet.NAMES.items():
-        name = name.replace(berts, own)
-    return name
-
-
 def gradients(model) -> dict[str, torch.Tensor]:
     """The gradient of every parameter by the name that transformers' MPNet has for it."""
-    return {original_name(name): parameter.grad for name, parameter in model.named_parameters()}
+    return {
+        mpnet.original_name(name): parameter.grad for name, parameter in model.named_parameters()
+    }
 
 
 def assert_same_gradients(model, expected) -> None:
@@ -222,7 +217,7 @@ def test_the_plain_mpnet_has_the_loss_and_gradients_of_transformers_own(
         parameter.data = weight.grad
     names = {id(p): name for name, p in model.named_parameters()}
     for gradient, like in of_gradients.pairs(model):
-        name = original_name(names[id(like)])
+        name = mpnet.original_name(names[id(like)])
         torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-3, msg=name)
 
 

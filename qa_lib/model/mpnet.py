@@ -16,6 +16,7 @@ it by distance (model/attention.py, kernels/varlen_attention.py).
 
 import torch
 from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling, QuestionAnsweringModelOutput
 from transformers.models.bert.modeling_bert import BertConfig, BertLayer
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetModel
@@ -88,7 +89,7 @@ class Backbone(MPNetModel):
         """Do what the original's forward does, and hand on the segments of packed samples."""
         hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
         hidden_states = self.encoder(hidden_states, attention_mask, segments)
-        return modeling_mpnet.BaseModelOutputWithPooling(last_hidden_state=hidden_states)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
 
 
 class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
@@ -116,7 +117,7 @@ class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
         loss = None
         if start_positions is not None:
             loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
-        return modeling_mpnet.QuestionAnsweringModelOutput(
+        return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits
         )
 
@@ -160,9 +161,11 @@ def _bert_name(name: str) -> str:
 
 def plain_state(model: MPNetForQuestionAnswering) -> dict[str, torch.Tensor]:
     """Return the state of a model after use_bert_layers by the names of transformers' MPNet."""
-    state = {}
-    for name, value in model.state_dict().items():
-        for own, berts in NAMES.items():
-            name = name.replace(berts, own)
-        state[name] = value
-    return state
+    return {original_name(name): value for name, value in model.state_dict().items()}
+
+
+def original_name(name: str) -> str:
+    """Return what transformers' MPNet calls a parameter that BERT calls `name`."""
+    for own, berts in NAMES.items():
+        name = name.replace(berts, own)
+    return name
