@@ -87,8 +87,14 @@ def call_attention(half: torch.dtype) -> None:
     logsumexp = empty(HEADS, TOKENS, dtype=torch.float32)
     cu_seqlens = empty(33, dtype=torch.int32)
     some_bias = empty(3 * WIDTH, dtype=half)
-    for bias, causal in ((None, False), (some_bias, False), (some_bias, True)):
-        options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal}
+    relative = {
+        "weight": empty(32, HEADS, dtype=half),
+        "buckets": empty(257, dtype=torch.int32),
+        "table": empty(HEADS, 257, dtype=torch.float32),
+    }
+    cases = ((None, False, {}), (some_bias, False, {}), (some_bias, True, {}))
+    for bias, causal, others in (*cases, (some_bias, False, relative)):
+        options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal, **others}
         varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options)
         varlen_attention._attention_backward(
             output, qkv, bias, output, logsumexp, cu_seqlens, seed(), **options

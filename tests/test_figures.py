@@ -13,7 +13,6 @@ from PIL import Image
 from qa_lib.lab.report import figures, profile_figures, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
-from qa_lib.records.record import DEFAULT_PRESET
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused, write
 from tests.report_runs import make, make_one_of_each_kind
@@ -155,14 +154,14 @@ def test_figures_of_other_records_have_another_digest(own):
     assert style.digest(own[1:]) != style.digest(own)
 
 
-def test_a_digest_counts_a_later_field_of_a_preset_only_where_it_is_not_the_default(own):
+@pytest.mark.parametrize("part", style.LATER)
+def test_a_digest_counts_a_later_field_only_where_it_is_not_the_default(part, own):
     before = style.digest(own)
-    (name,) = style.LATER
+    ((name, default),) = style.LATER[part].items()
     for run in own["run"]:
-        preset = run.record["spec"]["preset"]
-        assert preset.pop(name) == DEFAULT_PRESET[name]
+        assert run.record["spec"][part].pop(name) == default
     assert style.digest(own) == before
-    own["run"].iloc[0].record["spec"]["preset"][name] = 7
+    own["run"].iloc[0].record["spec"][part][name] = 7
     assert style.digest(own) != before
 
 

@@ -28,7 +28,7 @@ from qa_lib.score.f1 import score
 from tests.conftest import slow
 from tests.material import real_squad, trained_tokenizer
 from tests.test_windows import Given, build_samples, built
-from tests.tiny import byte_level_tokenizer, modern_tokenizer
+from tests.tiny import byte_level_tokenizer, modern_tokenizer, mpnet_tokenizer
 
 TEXT = "The ferry left Port Amber at nine. Captain Ilse steered it north, past Dalmé and the café."
 BLANKS = [" ", "\n", "\t", "\r\n", "  ", "\u00a0", "\u2003", "\u3000", " \n ", "\x1f"]
@@ -86,12 +86,18 @@ def cased(texts) -> PreTrainedTokenizerFast:
     return made
 
 
+def mpnets(texts):
+    """Return MPNet's tokenizer, which splits as BERT's does and joins as RoBERTa's."""
+    return mpnet_tokenizer(sorted(trained_tokenizer(texts, 600).get_vocab()))
+
+
 KINDS = {
     "uncased": trained_tokenizer,
     "cased": cased,
     "RoBERTa": byte_level_tokenizer,
     "ModernBERT": modern_tokenizer,
     "SentencePiece": sentencepiece,
+    "MPNet": mpnets,
 }
 
 

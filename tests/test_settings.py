@@ -31,6 +31,7 @@ from qa_lib.spec.rules import adjust, missing
 from qa_lib.spec.settings import Settings, choices
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import loop, optim, trainer
+from qa_lib.train.compile import MaskedLossOf
 from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.train.parallel import data_parallel, overlap, pipeline, tensor, zero1
 from tests import tiny
@@ -208,6 +209,7 @@ class Seen:
         self.settings = settings
         self.backends = []  # of torch.compile, one for each part that is compiled
         self.repeats = []  # whether elementwise work was to be computed again, for each part
+        self.masked_losses = []  # one for each loss without padding
         self.shapes = []  # of token ids, one for each micro-batch
         self.autocast = set()
         self.trainer_order = None
@@ -244,6 +246,8 @@ class Seen:
 
         monkeypatch.setattr(torch, "compile", spy_compile)
         monkeypatch.setattr(Trainer, "train", spy_train)
+        note_masked = noting(self.masked_losses.append, "masked", MaskedLossOf.forward)
+        monkeypatch.setattr(MaskedLossOf, "forward", note_masked)
         self.shared = noted_sharing(monkeypatch)
         for name, module in (("loop", loop), ("trainer", trainer)):
             monkeypatch.setattr(module, "train", noting(self.engines.append, name, module.train))
@@ -296,6 +300,10 @@ def sees_dropout(seen: Seen, value: str) -> bool:
 def sees_native(seen: Seen, value: str) -> bool:
     """What is not native takes a GPU or a language model."""
     return value == "native"
+
+
+def sees_loss_padding(seen: Seen, value: str) -> bool:
+    return (len(seen.masked_losses) > 0) == (value == "masked")
 
 
 def sees_norms(seen: Seen, value: str) -> bool:
@@ -444,6 +452,7 @@ EFFECTS = {
     "dropout": sees_dropout,
     "norms": sees_norms,
     "loss": sees_native,
+    "loss_padding": sees_loss_padding,
     "feed_forward": sees_native,
     "gelu": sees_gelu,
     "qat": sees_qat,

@@ -59,9 +59,27 @@ def spec_of(variant, settings=None, micro_batch=None, gpu=False, **sizes):
     return planned(variant, settings=settings, sizes=sizes, **options)
 
 
+def tensors(batch):
+    """A batch of arrays as tensors."""
+    return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
 def weights(model):
     """All of them in a row, of a type that holds each."""
     return torch.cat([p.detach().flatten().float() for p in model.parameters()])
+
+
+# The loss of padded samples.
+
+
+def test_a_masked_loss_is_that_of_each_sample_without_its_padding(samples):
+    model = without_dropout(build_model(spec_of("A1-masked"))).train()
+    rows = range(4)
+    padded = tensors(samples.batch(rows, 96))
+    losses = [model(**tensors(samples.batch([row], samples.lengths[row]))).loss for row in rows]
+    expected = torch.stack(losses).mean()
+    torch.testing.assert_close(compilation.MaskedLossOf(model)(**padded), expected)
+    assert compilation.LossOf(model)(**padded) > expected + 0.1
 
 
 # The schedule of the learning rate.

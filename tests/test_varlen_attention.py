@@ -39,6 +39,20 @@ def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
     return qkv.to(DEVICE, dtype), grad.to(DEVICE, dtype), cu_seqlens, seed
 
 
+# Far from the begin of a segment, distances beyond the reach have one bucket in each direction.
+REACH = 20
+
+
+def relative_of(heads=2, dtype=torch.float32) -> varlen.RelativeBias:
+    """A bias by distance that differs from bucket to bucket and head to head."""
+    torch.manual_seed(2)
+    weight = torch.randn(16, heads).to(DEVICE, dtype)
+    distances = torch.arange(-REACH, REACH + 1, device=DEVICE)
+    buckets = (distances.abs().clamp(max=14) // 2 + 8 * (distances > 0)).int()
+    table = varlen.LOG2_E * weight.float()[buckets].t().contiguous()
+    return varlen.RelativeBias(weight, buckets, table)
+
+
 def with_bias(qkv):
     """The inputs of attention: query, key and value, and a bias of zeros."""
     return qkv, qkv.new_zeros(qkv[0].numel())
@@ -460,3 +474,73 @@ def test_out_of_training_fused_projections_drop_nothing(attention):
     renew(model)
     assert packed(**inputs).loss == loss
     assert packed.train()(**inputs).loss != loss
+
+
+# A bias by distance.
+
+
+def assert_relative_close(qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1):
+    """The kernel is near to the reference with that bias; return its results."""
+    longest = int(cu_seqlens.diff().max())
+
+    def kernel(qkv, bias, weight):
+        output, _ = varlen._attention(
+            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, False, weight, *relative[1:]
+        )
+        return output
+
+    def plain(qkv, bias, weight):
+        changed = relative._replace(weight=weight)
+        return varlen.reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, relative=changed)
+
+    inputs = (*with_bias(qkv), relative.weight)
+    return close_to_plain(kernel, plain, inputs, [grad], error)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [2], [5, 20, 0, 0]], ids=str)
+def test_the_kernel_with_a_bias_by_distance_is_the_reference(lengths):
+    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5)
+
+
+@pytest.mark.triton
+def test_a_bias_by_distance_of_half_precision_is_the_references():
+    drawn_ones = drawn([70, 9], dtype=torch.float16)
+    assert_relative_close(*drawn_ones, relative_of(dtype=torch.float16), error=3e-3)
+
+
+@pytest.mark.triton
+def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
+    relative = relative_of()
+    table = relative.table + 200 * varlen.LOG2_E
+    relative = relative._replace(weight=relative.weight + 200, table=table)
+    assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
+
+
+@pytest.mark.triton
+def test_the_gradient_of_a_bias_by_distance_is_the_same_in_every_run():
+    runs = [assert_relative_close(*drawn([130, 3]), relative_of(), error=1e-5) for _ in range(2)]
+    assert torch.equal(runs[0][-1], runs[1][-1])
+
+
+@pytest.mark.triton
+def test_the_operator_with_a_bias_by_distance_is_what_the_compiler_takes_it_for():
+    qkv, _, cu_seqlens, seed = drawn([20, 3])
+    weight, *others = relative_of()
+    arguments = (qkv.requires_grad_(), None, cu_seqlens, seed, 64, 0.1, SCALE, False)
+    arguments = (*arguments, weight.requires_grad_(), *others)
+    library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+
+
+def test_the_reference_adds_the_bias_of_each_distance_to_the_scaled_scores():
+    qkv, _, cu_seqlens, seed = drawn([40, 7])
+    relative = relative_of()
+    output = varlen.reference(qkv, None, cu_seqlens, seed, 0.0, SCALE, relative=relative)
+    for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+        query, key, value = qkv[begin:end].unbind(1)
+        scores = SCALE * torch.einsum("qhw,khw->hqk", query, key)
+        for q, k in itertools.product(range(end - begin), repeat=2):
+            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            scores[:, q, k] += relative.weight[bucket]
+        expected = torch.einsum("hqk,khw->qhw", scores.softmax(-1), value)
+        torch.testing.assert_close(output[begin:end], expected, atol=1e-5, rtol=1e-5)

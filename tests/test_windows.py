@@ -29,7 +29,7 @@ from tests.material import (
     write,
 )
 from tests.plain import overflow, plain_positions, plain_span
-from tests.tiny import byte_level_tokenizer, modern_tokenizer
+from tests.tiny import byte_level_tokenizer, modern_tokenizer, mpnet_tokenizer
 
 TEXT = "The river Rhine, 1,233 km long, flows north through naïve cafés and e\u0301clairs; "
 TEXT += "its mouth lies near Rotterdam. "
@@ -327,6 +327,15 @@ def test_tokenizers_that_split_bytes_give_their_own_overflow(byte_tokenizer):
     samples = check(edges(8), byte_tokenizer, 60, 9)
     assert len(samples) > len(edges(8))
     assert {*samples.tokens[samples.starts[:-1]]} == {byte_tokenizer.cls_token_id}
+
+
+def test_mpnets_tokenizer_gives_its_own_overflow_and_no_token_types():
+    tokenizer = mpnet_tokenizer(sorted(trained_tokenizer([TEXT] * 3, 300).get_vocab()))
+    samples = check(edges(8), tokenizer, 60, 9)
+    assert not samples.segments
+    first_window = samples.tokens[: samples.lengths[0]].tolist()
+    assert first_window[0] == 0
+    assert first_window.count(2) == 3
 
 
 def test_batches_of_tokenizers_that_split_bytes_have_no_token_types(byte_tokenizer):

@@ -17,13 +17,14 @@ from tokenizers import (
 from transformers import (
     AutoConfig,
     AutoModelForQuestionAnswering,
+    MPNetTokenizer,
     PreTrainedTokenizerFast,
     RobertaTokenizer,
 )
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.data.squad import open_source
-from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples, build_samples
 from qa_lib.lab.search.plan import plan
@@ -49,6 +50,7 @@ SHAPES = {
     "electra": {"embedding_size": 32},
     "distilbert": {"hidden_dim": 128},
     "modernbert": {"local_attention": 16},
+    "mpnet": {"max_position_embeddings": 514},
 }
 BYTE_LEVEL = {"roberta", "modernbert"}  # those whose tokenizers split bytes
 
@@ -101,9 +103,21 @@ def modern_tokenizer(texts, size: int = 400) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=backend, model_input_names=inputs, **special)
 
 
+def mpnet_tokenizer(pieces) -> MPNetTokenizer:
+    """MPNet's tokenizer with the WordPieces of a BERT.
+
+    It makes <s> question </s></s> context </s>, and no token types.
+    """
+    special = ["<s>", "<pad>", "</s>", "[UNK]", "<mask>"]
+    own = [piece for piece in pieces if not piece.startswith("[")]
+    return MPNetTokenizer(vocab={piece: index for index, piece in enumerate([*special, *own])})
+
+
 def checkpoint(model_type: str, folder: Path) -> str:
     """Write a tiny model of that type and a tokenizer for the synthetic text; return the folder."""
     tokenizer = build_tokenizer("tiny")
+    if model_type == "mpnet":
+        tokenizer = mpnet_tokenizer(vocabulary())
     if model_type in BYTE_LEVEL:
         learn = byte_level_tokenizer if model_type == "roberta" else modern_tokenizer
         examples = open_source("synthetic:60", "train").examples

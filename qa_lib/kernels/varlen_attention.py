@@ -27,6 +27,12 @@ different here:
 - Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program.
   Only the blocks on the diagonal are masked, in a loop of their own. Its windows of text are
   segments of one length (variant L-attention).
+- A bias of the scores by distance (RelativeBias; MPNet's, T5's) is a row of numbers for each head,
+  1 KB for 128 tokens in each direction, which stays in the first cache. A score reads one of them
+  and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along a
+  diagonal, over all tiles of all programs. A program sums the diagonals of its queries' tiles into
+  the buckets that share a number (add_to_buckets), and leaves 32 sums: again nothing is added up by
+  several programs. Where there is no bias, none of this is in the program.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -35,8 +41,10 @@ is what the tests hold the kernel to.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
 
@@ -48,6 +56,20 @@ DELTA = {"TOKENS": 64, "num_warps": 4}
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
+LOG2_E = math.log2(math.e)
+
+
+class RelativeBias(NamedTuple):
+    """A bias of scores by the distance from query to key, in tokens; farther ones have the last."""
+
+    # [buckets, heads]: the bias of each bucket of distances, whose number is a power of 2.
+    weight: torch.Tensor
+    # int32 [2 x reach + 1]: the bucket of each distance from -reach to reach.
+    buckets: torch.Tensor
+    # float32 [heads, 2 x reach + 1]: the bias of each distance, which is weight's, times log2(e),
+    # for the kernel.
+    table: torch.Tensor
+
 
 def varlen_attention(
     qkv: torch.Tensor,
@@ -58,6 +80,7 @@ def varlen_attention(
     dropout: float,
     scale: float,
     causal: bool = False,
+    relative: RelativeBias | None = None,
 ) -> torch.Tensor:
     """Return attention [tokens, heads, width] within segments of at most `longest` tokens.
 
@@ -65,17 +88,28 @@ def varlen_attention(
     power of 2 and at least 16. Segments begin and end at `cu_seqlens`, int32 [segments + 1].
     `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
     int32 on the device, decides what is dropped out. `scale` multiplies the scores. If `causal`, a
-    token attends to itself and those before it alone.
+    token attends to itself and those before it alone. `relative` is added to the scaled scores, and
+    its weight gets its gradient.
     """
     if not qkv.is_cuda:
         return reference(
-            qkv, bias, cu_seqlens, seed=seed, dropout=dropout, scale=scale, causal=causal
+            qkv,
+            bias,
+            cu_seqlens,
+            seed=seed,
+            dropout=dropout,
+            scale=scale,
+            causal=causal,
+            relative=relative,
         )
-    output, _ = _attention(qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal)
+    of_distances = (None, None, None) if relative is None else relative
+    output, _ = _attention(
+        qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances
+    )
     return output
 
 
-def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
+def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
     """Return what varlen_attention returns, by plain PyTorch.
 
     It holds all scores [heads, tokens, tokens].
@@ -87,10 +121,12 @@ def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False):
     hidden = segment[:, None] != segment
     if causal:
         hidden |= torch.ones_like(hidden).triu(1)
-    scores = (query @ key.mT * scale).masked_fill(hidden, -torch.inf)
-    p = torch.softmax(scores, -1)
+    place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
+    scores = query @ key.mT * scale
+    if relative is not None:
+        scores = scores + relative_scores(relative.weight, relative.buckets, place)
+    p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
     if dropout:
-        place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
         kept = _dropout_mask(place, qkv.shape[2], seed, dropout)
         p = torch.where(kept, p * _dropout_scale(dropout), 0.0)
     return (p @ value).transpose(0, 1)
@@ -100,6 +136,19 @@ def segment_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return for each of so many `tokens` of a packed sequence the number of its segment."""
     places = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.searchsorted(cu_seqlens[1:], places, right=True)
+
+
+def relative_scores(
+    weight: torch.Tensor, buckets: torch.Tensor, place: torch.Tensor
+) -> torch.Tensor:
+    """Return the biases [heads, tokens, tokens] of scores, by query and key.
+
+    `weight` and `buckets` are those of RelativeBias; `place` [tokens] is where in its sample each
+    token is.
+    """
+    reach = len(buckets) // 2
+    distance = (place - place[:, None]).clamp(-reach, reach)
+    return F.embedding(buckets[distance + reach], weight).permute(2, 0, 1)
 
 
 def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -153,10 +202,14 @@ def _attention(
     dropout: float,
     scale: float,
     causal: bool = False,
+    weight: torch.Tensor | None = None,
+    buckets: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the output [tokens, heads, width], and logsumexp, fp32 [heads, tokens].
 
-    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials.
+    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. The last
+    three arguments are a RelativeBias.
     """
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
@@ -172,14 +225,16 @@ def _attention(
         logsumexp=logsumexp,
         cu_seqlens=cu_seqlens,
         seed=seed,
+        table=table,
         tokens=tokens,
-        scale=scale * math.log2(math.e),
+        scale=scale * LOG2_E,
         threshold=_threshold(dropout),
         kept_scale=_dropout_scale(dropout),
         HEADS=heads,
         WIDTH=width,
         DROPS=dropout > 0,
         CAUSAL=causal,
+        REACH=_reach(buckets),
         **options,
     )
     return output, logsumexp
@@ -198,14 +253,24 @@ def _attention_backward(
     dropout: float,
     scale: float,
     causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `qkv` and of the bias in it, which is empty without a bias."""
+    weight: torch.Tensor | None = None,
+    buckets: torch.Tensor | None = None,
+    table: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
+
+    Those of what is None are empty.
+    """
     tokens, _, heads, width = qkv.shape
     blocks = -(-longest // BACKWARD["BLOCK"])
     segments = len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
+    )
+    number_of_buckets = 0 if weight is None else len(weight)
+    bucket_partials = qkv.new_empty(
+        segments * blocks, number_of_buckets, heads, dtype=torch.float32
     )
     grad = grad.contiguous()
     delta = torch.empty_like(logsumexp)
@@ -231,6 +296,9 @@ def _attention_backward(
         seed=seed,
         qkv_grad=qkv_grad,
         partials=partials,
+        table=table,
+        buckets=buckets,
+        bucket_partials=bucket_partials,
         tokens=tokens,
         scale=scale,
         threshold=_threshold(dropout),
@@ -240,30 +308,44 @@ def _attention_backward(
         DROPS=dropout > 0,
         SUMS=bias is not None,
         CAUSAL=causal,
+        REACH=_reach(buckets),
+        BUCKETS=max(1, number_of_buckets),
         **BACKWARD,
     )
-    if bias is None:
-        return qkv_grad, qkv.new_empty(0)
-    return qkv_grad, sum_partials(partials, bias.dtype)
+    bias_grad = qkv.new_empty(0)
+    if bias is not None:
+        bias_grad = sum_partials(partials, bias.dtype)
+    weight_grad = qkv.new_empty(0)
+    if weight is not None:
+        weight_grad = sum_partials(bucket_partials, weight.dtype)
+    return qkv_grad, bias_grad, weight_grad
+
+
+def _reach(buckets: torch.Tensor | None) -> int:
+    """Return the farthest distance that has a bias of its own; 0 where there is no bias."""
+    return 0 if buckets is None else len(buckets) // 2
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options = inputs
-    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed)
+    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs
+    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed, weight, buckets, table)
     # Otherwise logsumexp would get a gradient of zeros, by a kernel of its own.
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx, grad, _):
-    qkv, bias, output, logsumexp, cu_seqlens, seed = ctx.saved_tensors
+    qkv, bias, output, logsumexp, cu_seqlens, seed, *relative = ctx.saved_tensors
     if not ctx.needs_input_grad[1]:
         bias = None
-    qkv_grad, bias_grad = _attention_backward(
-        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options
+    qkv_grad, bias_grad, weight_grad = _attention_backward(
+        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options, *relative
     )
     if not ctx.needs_input_grad[1]:
         bias_grad = None
-    return qkv_grad, bias_grad, None, None, None, None, None, None
+    # Arguments at the end that have their defaults are not counted in needs_input_grad.
+    if relative[0] is None or not ctx.needs_input_grad[8]:
+        weight_grad = None
+    return qkv_grad, bias_grad, None, None, None, None, None, None, weight_grad, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -277,6 +359,10 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # key and value beside each other; `output` and its gradient [tokens, HEADS, WIDTH]; `logsumexp` and
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
 # WIDTH]. A name that ends in _at is a pointer to the elements of a block.
+#
+# A RelativeBias is `table` [HEADS, 2 * REACH + 1], where distance 0 has the number REACH, and
+# `buckets`, as long as a row of it; the sums of its gradient go into `bucket_partials` [segments,
+# blocks, BUCKETS, HEADS]. Without one REACH is 0, and all that is of it is left out of the program.
 #
 # PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 # 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are
@@ -348,6 +434,40 @@ def locate(cu_seqlens):
     return block, head, begin, length
 
 
+@jit
+def distance_bias(table, head, distance, REACH: tl.constexpr):
+    """Return the biases of a head's scaled scores, times log2(e), by distance from query to key."""
+    number = REACH + tl.minimum(tl.maximum(distance, -REACH), REACH)
+    return tl.load(table + head * (2 * REACH + 1) + number)
+
+
+@jit
+def add_to_buckets(sums, ds, distance, buckets, REACH: tl.constexpr, BUCKETS: tl.constexpr):
+    """Add the gradients `ds` [queries, keys] of scores to the `sums` [BUCKETS] of their buckets.
+
+    `distance` is that from the first query to the first key. The queries are a multiple of the
+    keys.
+
+    Elements of one distance lie on a diagonal. Each row is turned by its number, so that diagonals
+    become columns: element (i, j) comes from column i + j, counted on from the first column again
+    where there are no more. A column then has a few diagonals, one for each time that the count
+    began anew, and these are summed one after the other. Sums of diagonals go to their buckets by
+    comparing numbers. All of it has one order, the same in every run.
+    """
+    QUERIES: tl.constexpr = ds.shape[0]
+    KEYS: tl.constexpr = ds.shape[1]
+    column = tl.arange(0, KEYS)
+    source = tl.arange(0, QUERIES)[:, None] + column[None, :]
+    turned = tl.gather(ds, source % KEYS, 1)
+    for turns in tl.static_range(QUERIES // KEYS + 1):
+        diagonals = tl.sum(tl.where(source // KEYS == turns, turned, 0.0), 0)
+        diagonal_distance = distance + column - turns * KEYS
+        number = REACH + tl.minimum(tl.maximum(diagonal_distance, -REACH), REACH)
+        is_of = tl.load(buckets + number)[:, None] == tl.arange(0, BUCKETS)[None, :]
+        sums += tl.sum(tl.where(is_of, diagonals[:, None], 0.0), 0)
+    return sums
+
+
 @jit(do_not_specialize=["threshold"])
 def varlen_attention_forward(
     qkv,
@@ -355,6 +475,7 @@ def varlen_attention_forward(
     logsumexp,
     cu_seqlens,
     seed,
+    table,
     tokens,
     scale,
     threshold,
@@ -365,6 +486,7 @@ def varlen_attention_forward(
     KEYS: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
     block, head, begin, length = locate(cu_seqlens)
@@ -396,6 +518,8 @@ def varlen_attention_forward(
         key_at=key_at,
         seeds=seeds,
         second=second,
+        table=table,
+        head=head,
         first=0,
         last=seen_by_all,
         length=length,
@@ -406,6 +530,7 @@ def varlen_attention_forward(
         DROPS=DROPS,
         ENDS=not CAUSAL,
         CAUSAL=False,
+        REACH=REACH,
     )
     if CAUSAL:
         acc, total, highest = attend(
@@ -417,6 +542,8 @@ def varlen_attention_forward(
             key_at=key_at,
             seeds=seeds,
             second=second,
+            table=table,
+            head=head,
             first=seen_by_all,
             last=last,
             length=length,
@@ -427,6 +554,7 @@ def varlen_attention_forward(
             DROPS=DROPS,
             ENDS=True,
             CAUSAL=True,
+            REACH=REACH,
         )
     acc *= (kept_scale / total)[:, None]
     output_at = output + (begin + query_token[:, None]) * PART + head * WIDTH + width
@@ -445,6 +573,8 @@ def attend(
     key_at,
     seeds,
     second,
+    table,
+    head,
     first,
     last,
     length,
@@ -455,6 +585,7 @@ def attend(
     DROPS: tl.constexpr,
     ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Take the keys from `first` to `last` into the queries' running results, and return these.
 
@@ -474,6 +605,9 @@ def attend(
             key = tl.load(at)
             value = tl.load(at + PART)
         scores = tl.dot(query, key.T, input_precision="ieee")
+        if REACH:
+            distance = key_token - query_token[:, None]
+            scores += distance_bias(table, head, distance, REACH) * (1 / scale)
         if ENDS:
             seen = key_token <= query_token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
@@ -499,6 +633,9 @@ def varlen_attention_backward(
     seed,
     qkv_grad,
     partials,
+    table,
+    buckets,
+    bucket_partials,
     tokens,
     scale,
     threshold,
@@ -510,12 +647,14 @@ def varlen_attention_backward(
     DROPS: tl.constexpr,
     SUMS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
     """Compute the gradients of BLOCK tokens.
 
     First come those of their keys and values, over STEP queries at a time, then those of their
     queries, over STEP keys at a time. With SUMS, the sums of each over the tokens go into
-    `partials`.
+    `partials`, and with REACH those of the scores of its queries into `bucket_partials`.
     """
     block, head, begin, length = locate(cu_seqlens)
     PART: tl.constexpr = HEADS * WIDTH
@@ -526,6 +665,9 @@ def varlen_attention_backward(
         if SUMS:
             for part in tl.static_range(3):
                 tl.store(partials_at + part * PART, tl.zeros([WIDTH], tl.float32))
+        if REACH:
+            bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
+            tl.store(bucket_partials + bucket, tl.zeros([BUCKETS], tl.float32))
         return
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < length
@@ -544,6 +686,7 @@ def varlen_attention_backward(
         logsumexp=logsumexp + first_query,
         delta=delta + first_query,
         seed=seed,
+        table=table,
         token=token,
         inside=inside,
         block=block,
@@ -560,6 +703,7 @@ def varlen_attention_backward(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=CAUSAL,
+        REACH=REACH,
     )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
@@ -572,13 +716,15 @@ def varlen_attention_backward(
         tl.store(partials_at + PART, tl.sum(tl.where(inside[:, None], dk, 0.0), 0))
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
-    dq = query_grads(
+    dq, bucket_sums = query_grads(
         block_at=block_at,
         step_at=step_at,
         grad_at=grad_at,
         logsumexp=logsumexp + first_query,
         delta=delta + first_query,
         seed=seed,
+        table=table,
+        buckets=buckets,
         token=token,
         inside=inside,
         block=block,
@@ -595,11 +741,16 @@ def varlen_attention_backward(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=CAUSAL,
+        REACH=REACH,
+        BUCKETS=BUCKETS,
     )
     dq *= scale
     tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
+    if REACH:
+        bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
+        tl.store(bucket_partials + bucket, bucket_sums)
 
 
 @jit
@@ -610,6 +761,7 @@ def key_value_grads(
     logsumexp,
     delta,
     seed,
+    table,
     token,
     inside,
     block,
@@ -626,6 +778,7 @@ def key_value_grads(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment."""
     key = tl.load(block_at + PART, mask=inside[:, None], other=0.0)
@@ -645,6 +798,7 @@ def key_value_grads(
             logsumexp=logsumexp,
             delta=delta,
             seed=seed,
+            table=table,
             token=token,
             block=block,
             head=head,
@@ -661,6 +815,7 @@ def key_value_grads(
             STEP=STEP,
             DROPS=DROPS,
             CAUSAL=True,
+            REACH=REACH,
         )
     dk, dv = add_queries(
         dk=dk,
@@ -672,6 +827,7 @@ def key_value_grads(
         logsumexp=logsumexp,
         delta=delta,
         seed=seed,
+        table=table,
         token=token,
         block=block,
         head=head,
@@ -688,6 +844,7 @@ def key_value_grads(
         STEP=STEP,
         DROPS=DROPS,
         CAUSAL=False,
+        REACH=REACH,
     )
     return dk, dv * kept_scale
 
@@ -703,6 +860,7 @@ def add_queries(
     logsumexp,
     delta,
     seed,
+    table,
     token,
     block,
     head,
@@ -719,11 +877,13 @@ def add_queries(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
 ):
     """Add to dK and dV what the queries from `first` to `last` give, and return these.
 
     Scores are [keys, queries] here. `token` are those of the keys.
     """
+    BEYOND: tl.constexpr = float("inf") if REACH else 0.0
     pair, second = pairs(STEP)
     key_pair, second_key = pairs(BLOCK)
     shift = 16 * second[None, :] + 8 * second_key[:, None]
@@ -732,11 +892,17 @@ def add_queries(
         inside = query_token < length
         query = tl.load(step_at + at * (3 * PART), mask=inside[:, None], other=0.0)
         do = tl.load(grad_at + query_token[:, None] * PART, mask=inside[:, None], other=0.0)
-        # A query beyond the end is read as zeros, and so are its products: it adds nothing.
-        query_logsumexp = tl.load(logsumexp + query_token, mask=inside, other=0.0)
+        # A query beyond the end is read as zeros, and so are its products: it adds nothing. A bias
+        # could be too large for its powers, which an infinite sum makes 0.
+        query_logsumexp = tl.load(logsumexp + query_token, mask=inside, other=BEYOND)
         query_delta = tl.load(delta + query_token, mask=inside, other=0.0)
         scores = tl.dot(key, query.T, input_precision="ieee")
-        p = tl.exp2(scores * scale - query_logsumexp[None, :])
+        if REACH:
+            distance = token[:, None] - query_token[None, :]
+            bias = distance_bias(table, head, distance, REACH)
+            p = tl.exp2(scores * scale + (bias - query_logsumexp[None, :]))
+        else:
+            p = tl.exp2(scores * scale - query_logsumexp[None, :])
         if CAUSAL:
             p = tl.where(query_token[None, :] >= token[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
@@ -761,6 +927,8 @@ def query_grads(
     logsumexp,
     delta,
     seed,
+    table,
+    buckets,
     token,
     inside,
     block,
@@ -777,24 +945,34 @@ def query_grads(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
-    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment."""
+    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment.
+
+    Beside it are the sums [BUCKETS] of the gradients of scores, of use with REACH alone.
+    """
     query = tl.load(block_at, mask=inside[:, None], other=0.0)
     do = tl.load(grad_at + token[:, None] * PART, mask=inside[:, None], other=0.0)
-    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=0.0)
+    BEYOND: tl.constexpr = float("inf") if REACH else 0.0
+    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=BEYOND)
     query_delta = tl.load(delta + token, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
+    bucket_sums = tl.zeros([BUCKETS], tl.float32)
     seen_by_all = length  # every query of the block sees the keys before it
     if CAUSAL:
         seen_by_all = block * BLOCK
-        dq = add_keys(
+        dq, bucket_sums = add_keys(
             dq=dq,
+            bucket_sums=bucket_sums,
             query=query,
             do=do,
             query_logsumexp=query_logsumexp,
             query_delta=query_delta,
             step_at=step_at,
             seed=seed,
+            table=table,
+            buckets=buckets,
             token=token,
             block=block,
             head=head,
@@ -812,15 +990,20 @@ def query_grads(
             DROPS=DROPS,
             ENDS=True,
             CAUSAL=True,
+            REACH=REACH,
+            BUCKETS=BUCKETS,
         )
     return add_keys(
         dq=dq,
+        bucket_sums=bucket_sums,
         query=query,
         do=do,
         query_logsumexp=query_logsumexp,
         query_delta=query_delta,
         step_at=step_at,
         seed=seed,
+        table=table,
+        buckets=buckets,
         token=token,
         block=block,
         head=head,
@@ -838,18 +1021,23 @@ def query_grads(
         DROPS=DROPS,
         ENDS=not CAUSAL,
         CAUSAL=False,
+        REACH=REACH,
+        BUCKETS=BUCKETS,
     )
 
 
 @jit
 def add_keys(
     dq,
+    bucket_sums,
     query,
     do,
     query_logsumexp,
     query_delta,
     step_at,
     seed,
+    table,
+    buckets,
     token,
     block,
     head,
@@ -867,8 +1055,10 @@ def add_keys(
     DROPS: tl.constexpr,
     ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
 ):
-    """Add to dQ what the keys from `first` to `last` give, and return it.
+    """Add to dQ and `bucket_sums` what the keys from `first` to `last` give, and return these.
 
     Scores are [queries, keys] here. `token` are those of the queries. With ENDS some keys may lie
     beyond the end, and if CAUSAL after a query.
@@ -886,11 +1076,19 @@ def add_keys(
         if ENDS:
             seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        p = tl.exp2(scores * scale - query_logsumexp[:, None])
+        if REACH:
+            bias = distance_bias(table, head, key_token - token[:, None], REACH)
+            p = tl.exp2(scores * scale + (bias - query_logsumexp[:, None]))
+        else:
+            p = tl.exp2(scores * scale - query_logsumexp[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
             keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)
             dp = tl.where(keep, dp * kept_scale, 0.0)
         ds = p * (dp - query_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
-    return dq
+        if REACH:
+            bucket_sums = add_to_buckets(
+                bucket_sums, ds, at - block * BLOCK, buckets, REACH, BUCKETS
+            )
+    return dq, bucket_sums

@@ -4,9 +4,10 @@ BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2
 architecture under three names in transformers, and differ in what is written down here. DistilBERT
 (Sanh et al. 2019) is half of BERT's layers, put together otherwise. ModernBERT (Warner et al. 2024)
 turns queries and keys by their positions, looks at a window around each token in two of three
-layers, has its norms before its linear layers, and gates in place of biases. GPT-2 (Radford et al.
-2019) is the decoder among them: a token sees those before it alone, and the head predicts the next
-token.
+layers, has its norms before its linear layers, and gates in place of biases. MPNet (Song et al.
+2020) adds a bias by distance to the attention's scores, and has BERT's layers here
+(model/mpnet.py). GPT-2 (Radford et al. 2019) is the decoder among them: a token sees those before
+it alone, and the head predicts the next token.
 
 Whatever changes or counts a part of a model (fused projections, dropout, 8-bit linear layers,
 frozen layers, FLOPs, memory, profiles) finds it by this table, so that another encoder is another
@@ -36,6 +37,9 @@ class Architecture:
     embeddings_dropout: str = ""
     # Modules with weights between the layers and the head.
     below_head: tuple[str, ...] = ()
+    # Which of the embeddings is the bias of scores by distance, where there is one: all layers
+    # share it.
+    relative_bias: str = ""
     # A token sees those before it alone; the head, which has the embeddings' weights, predicts the
     # next.
     causal: bool = False
@@ -54,6 +58,8 @@ class Architecture:
 
     # Whether positions count from the padding's token id + 1, and not from 0.
     positions_after_padding: bool = False
+    # Entries of its configuration that have one value alone here.
+    fixed: Mapping[str, int] = field(default_factory=dict)
     # What this architecture calls the linear layers that recipes name as BERT does.
     adapters: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     # Whether lab/search/memory_estimate.py knows what a layer keeps for its backward pass.
@@ -111,6 +117,15 @@ ENCODERS = {
             "dense": ("Wo", "Wi"),
         },
         memory_known=False,
+    ),
+    # Names after model/mpnet.py has given it BERT's layers.
+    "mpnet": Architecture(
+        layers="mpnet.encoder.layer",
+        embeddings=("mpnet.embeddings", "mpnet.encoder.relative_attention_bias"),
+        relative_bias="mpnet.encoder.relative_attention_bias",
+        positions_after_padding=True,
+        # transformers takes these for granted, whatever the configuration says.
+        fixed={"pad_token_id": 1, "relative_attention_num_buckets": 32},
     ),
 }
 DECODERS = {

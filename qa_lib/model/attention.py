@@ -37,7 +37,13 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.models.modernbert.modeling_modernbert import ModernBertRotaryEmbedding
 
 from qa_lib.errors import UserError
-from qa_lib.kernels.varlen_attention import attach_bias_grad, segment_of, varlen_attention
+from qa_lib.kernels.varlen_attention import (
+    RelativeBias,
+    attach_bias_grad,
+    relative_scores,
+    segment_of,
+    varlen_attention,
+)
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.spec.rules import unfit_heads
@@ -53,6 +59,8 @@ class Segments(NamedTuple):
     limits: list[int]
     # float32 [tokens], -inf where a segment is padded; for the kernel that wants that.
     bias: torch.Tensor | None = None
+    # The bias of scores by distance, in a model that has one.
+    relative: RelativeBias | None = None
 
 
 def flash(query, key, value, segments, dropout, scale, window=None):
@@ -247,13 +255,18 @@ _efficient.register_autograd(_backward, setup_context=_setup_context)
 def blockmask(query, key, value, segments, dropout, scale, window=None):
     """Attend by SDPA under a mask [tokens, tokens] that is true within segments.
 
-    It works on any device and in any type, but takes quadratic time.
+    It works on any device, in any type and with a bias by distance, but takes quadratic time.
     """
     segment = segment_of(segments.cu_seqlens, len(query))
     mask = segment[:, None] == segment
     if window is not None:
         place = torch.arange(len(segment), device=segment.device)
         mask &= (place[:, None] - place).abs() <= window
+    if segments.relative is not None:
+        place = torch.arange(len(segment), device=segment.device) - segments.cu_seqlens[segment]
+        relative = segments.relative
+        bias = relative_scores(relative.weight, relative.buckets, place)
+        mask = bias.masked_fill(~mask, -torch.inf).to(query.dtype)
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     return output[0].transpose(0, 1)
@@ -302,6 +315,7 @@ def _interface(kernel):
                 seed=module.dropout.seed,
                 dropout=dropout,
                 scale=scaling,
+                relative=segments.relative,
             )
         elif kernel is efficient:
             output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)

@@ -32,7 +32,8 @@ from qa_lib.model.hf_checkpoint import (
     inspect_source,
     replacing,
 )
-from qa_lib.model.load import as_user_error, load, read_config
+from qa_lib.model.load import as_user_error, load, new_model, read_config
+from qa_lib.model.mpnet import MPNetForQuestionAnswering, plain_state
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.packages import adapters_fault
@@ -172,7 +173,7 @@ def _pretrained(spec: Spec, folder: ModelFolder | None) -> torch.nn.Module:
                 "save_pretrained makes it"
             )
     with as_user_error(source):
-        return head.from_config(config, attn_implementation=implementation)
+        return new_model(config, head, implementation)
 
 
 def _attention_of(spec: Spec) -> str:
@@ -271,8 +272,9 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
     attention.split_projections(model)
+    state = plain_state(model) if isinstance(model, MPNetForQuestionAnswering) else None
     with replacing(folder) as work:
-        model.save_pretrained(work)
+        model.save_pretrained(work, state_dict=state)
         tokenizer.save_pretrained(work)
 
 

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, MPNetConfig
 from transformers.utils import logging as transformers_logging
 
 from qa_lib.errors import UserError, first_line
 from qa_lib.model.architectures import encoder_of, find_encoder
 from qa_lib.model.hf_checkpoint import QUANTIZED, ModelFolder
+from qa_lib.model.mpnet import use_bert_layers
 from qa_lib.model.qat import fill_quantized, quantize
 
 log = logging.getLogger(__name__)
@@ -68,16 +69,41 @@ def read_config(source: str | Path, task: str = "qa"):
         for name, built in (("position_embedding_type", "absolute"), ("is_decoder", False)):
             value = getattr(config, name, None) or built
             if value != built:
-                raise UserError(
-                    f"{source}: {name} is {str(value)[:40]!r} in config.json, "
-                    f"and {built} alone is built"
-                )
+                raise _not_built(source, name, value, built)
+        for name, built in encoder.fixed.items():
+            if getattr(config, name) != built:
+                raise _not_built(source, name, getattr(config, name), built)
         if not encoder.causal and config.pad_token_id is None:
             raise UserError(
                 f"{source}: pad_token_id in config.json is null, "
                 "and not the number of a token that pads"
             )
     return config
+
+
+def _not_built(source: str | Path, name: str, value: object, built: object) -> UserError:
+    """Return the error for an entry of config.json that has another value than the one built."""
+    return UserError(
+        f"{source}: {name} is {str(value)[:40]!r} in config.json, and {built} alone is built"
+    )
+
+
+def new_model(config, head: type, attention: str):
+    """Return a model of that configuration with random weights; `head`, `attention` as in load."""
+    model = head.from_config(config, attn_implementation=_attention_to_build(config, attention))
+    _prepare(model, attention)
+    return model
+
+
+def _attention_to_build(config, attention: str) -> str:
+    """Return the attention that transformers builds a model with, before `_prepare`."""
+    return "eager" if isinstance(config, MPNetConfig) else attention
+
+
+def _prepare(model, attention: str) -> None:
+    """Give a model that transformers has built what transformers lacks for it, in place."""
+    if isinstance(model.config, MPNetConfig):
+        use_bert_layers(model, attention)
 
 
 def load(
@@ -104,7 +130,7 @@ def load(
     with as_user_error(folder), one_at_a_time:
         _check_sizes(folder, config, head, found.weights)
         if is_quantized:
-            model = head.from_config(config, attn_implementation=attention)
+            model = new_model(config, head, attention)
             quantize(model, found.config.get("quantized"))
             fill_quantized(model, folder)
             return model
@@ -114,11 +140,12 @@ def load(
             **options,
             local_files_only=True,
             trust_remote_code=False,
-            attn_implementation=attention,
+            attn_implementation=_attention_to_build(config, attention),
             use_safetensors=True,
             output_loading_info=True,
         )
     _check_names(folder, model, new_head, loading["missing_keys"], loading["unexpected_keys"])
+    _prepare(model, attention)
     return model
 
 
@@ -137,7 +164,7 @@ def _check_sizes(folder: Path, config, head: type, files: list[Path]) -> None:
             f"{folder}: {config.num_hidden_layers} layers in config.json, {layers} in the weights"
         )
     with torch.device("meta"):  # shapes without memory
-        model = head.from_config(config, attn_implementation="sdpa")
+        model = head.from_config(config, attn_implementation="eager")  # which all have
     for name, parameter in model.named_parameters():
         # An encoder that was saved without a head does without its prefix, too.
         bare_name = name.removeprefix(f"{model.base_model_prefix}.")

@@ -86,7 +86,10 @@ class ModelStage(torch.nn.Module):
         model = packed.model
         self.limits = packed.limits
         self.first_position = packed.first_position
-        self.embeddings = torch.nn.ModuleList(embeddings_of(model) if embeddings else [])
+        name = encoder_of(model).relative_bias
+        self.relative = model.get_submodule(name) if name else None
+        below = [module for module in embeddings_of(model) if module is not self.relative]
+        self.embeddings = torch.nn.ModuleList(below if embeddings else [])
         self.layers = torch.nn.ModuleList(layers)
         self.head = model.get_submodule(encoder_of(model).head) if head else None
 
@@ -113,6 +116,8 @@ class ModelStage(torch.nn.Module):
             else:
                 hidden = module(hidden)
         segments = Segments(cu_seqlens, self.limits, **layout)
+        if self.relative is not None:
+            segments = segments._replace(relative=self.relative.by_distance())
         for layer in self.layers:
             hidden = layer(hidden, segments=segments)
         if self.head is None:

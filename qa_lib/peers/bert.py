@@ -114,6 +114,44 @@ class Layer(nn.Module):
         return self.norm2(x + dropout(self.down(inner), rate, noise2))
 
 
+def layer_pairs(layer: Layer, like: nn.Module):
+    """Yield each weight of a layer with the same weight of transformers' BertLayer `like`."""
+    modules = [
+        (layer.out, like.attention.output.dense),
+        (layer.norm1, like.attention.output.LayerNorm),
+        (layer.up, like.intermediate.dense),
+        (layer.down, like.output.dense),
+        (layer.norm2, like.output.LayerNorm),
+    ]
+    for module, like_module in modules:
+        yield module.weight, like_module.weight
+        yield module.bias, like_module.bias
+    separate = like.attention.self
+    qkv = (separate.query, separate.key, separate.value)
+    weights = layer.qkv.weight.chunk(3)
+    biases = layer.qkv.bias.chunk(3)
+    for weight, bias, like_module in zip(weights, biases, qkv, strict=True):
+        yield weight, like_module.weight
+        yield bias, like_module.bias
+
+
+def answer_loss(logits, cu_seqlens, start_positions, end_positions, longest: int):
+    """Return the mean loss over samples for logits [tokens, 2] of segments of a sequence.
+
+    Other arguments are those of Bert.forward; no segment is longer than `longest` tokens.
+    """
+    # The logits of each sample come into a row of its own, padded, for a softmax over it alone.
+    samples = len(start_positions)
+    begin = cu_seqlens[:samples, None]
+    end = cu_seqlens[1 : samples + 1, None]
+    index = begin + torch.arange(longest, device=logits.device)
+    by_sample = logits[index.clamp(max=len(logits) - 1)].float()
+    by_sample = by_sample.masked_fill((index >= end)[..., None], -torch.inf)
+    start_loss = F.cross_entropy(by_sample[..., 0], start_positions)
+    end_loss = F.cross_entropy(by_sample[..., 1], end_positions)
+    return (start_loss + end_loss) / 2
+
+
 class Bert(nn.Module):
     """BERT with an answer's two logits a token, in the sizes of transformers' model `like`.
 
@@ -206,16 +244,7 @@ class Bert(nn.Module):
 
     def loss(self, x, cu_seqlens, start_positions, end_positions):
         """Return the mean loss over samples for x, the last layer's output [tokens, width]."""
-        # The logits of each sample come into a row of its own, padded, for a softmax over it alone.
-        samples = len(start_positions)
-        begin = cu_seqlens[:samples, None]
-        end = cu_seqlens[1 : samples + 1, None]
-        index = begin + torch.arange(self.longest, device=x.device)
-        logits = self.head(x)[index.clamp(max=len(x) - 1)].float()
-        logits = logits.masked_fill((index >= end)[..., None], -torch.inf)
-        start_loss = F.cross_entropy(logits[..., 0], start_positions)
-        end_loss = F.cross_entropy(logits[..., 1], end_positions)
-        return (start_loss + end_loss) / 2
+        return answer_loss(self.head(x), cu_seqlens, start_positions, end_positions, self.longest)
 
     def pairs(self, like: nn.Module):
         """Yield each weight of this model with the same weight of transformers' model."""
@@ -228,20 +257,7 @@ class Bert(nn.Module):
             (self.head, like.qa_outputs),
         ]
         for layer, like_layer in zip(self.layers, like.bert.encoder.layer, strict=True):
-            modules += [
-                (layer.out, like_layer.attention.output.dense),
-                (layer.norm1, like_layer.attention.output.LayerNorm),
-                (layer.up, like_layer.intermediate.dense),
-                (layer.down, like_layer.output.dense),
-                (layer.norm2, like_layer.output.LayerNorm),
-            ]
-            separate = like_layer.attention.self
-            qkv = (separate.query, separate.key, separate.value)
-            weights = layer.qkv.weight.chunk(3)
-            biases = layer.qkv.bias.chunk(3)
-            for weight, bias, like_module in zip(weights, biases, qkv, strict=True):
-                yield weight, like_module.weight
-                yield bias, like_module.bias
+            yield from layer_pairs(layer, like_layer)
         for module, like_module in modules:
             yield module.weight, like_module.weight
             if hasattr(module, "bias"):

@@ -128,6 +128,9 @@ def _attention_conflicts(settings: Settings) -> Iterator[str]:
     if packed and settings.loss != "native":
         why = "it is the loss of a language model, and questions are what is packed"
         yield _clash(settings, "loss", "padding", why)
+    if packed and settings.loss_padding == "masked":
+        why = "the loss of packed samples has no padding"
+        yield _clash(settings, "loss_padding", "padding", why)
 
 
 def _number_format_conflicts(settings: Settings) -> Iterator[str]:
@@ -269,6 +272,9 @@ def _trainer_conflicts(settings: Settings) -> Iterator[str]:
     if settings.loss != "native":
         why = "it is the loop that takes the loss of a model"
         yield _clash(settings, "engine", "loss", why)
+    if settings.loss_padding == "masked":
+        why = "transformers.Trainer takes the model's own loss"
+        yield _clash(settings, "engine", "loss_padding", why)
     if settings.optimizer not in ("adamw", "adamw-fused"):
         why = "transformers.Trainer builds its own fused AdamW here"
         yield _clash(settings, "engine", "optimizer", why)
@@ -363,7 +369,9 @@ def _tensor_conflicts(settings: Settings) -> Iterator[str]:
 
 def task_conflicts(settings: Settings, task: str) -> Iterator[str]:
     """Yield why a run of that task cannot have these settings, to be read after "VARIANT: "."""
-    if task != "qa":  # a language model takes all of these
+    if task != "qa":  # a language model takes all that follow
+        if settings.loss_padding == "masked":
+            yield "windows of text have no padding to leave out of their loss"
         return
     packed = settings.padding == "packed"
     if settings.cuda_graph and not packed:
@@ -615,11 +623,13 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     """Yield why a model of that architecture cannot have these settings."""
     has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
     if settings.by_rival and not has_rival:
-        yield "the rivals are a BERT and a GPT-2"
+        yield "the rivals are a BERT, an MPNet and a GPT-2"
     if architecture == "distilbert":
         yield from _distilbert_lacks(settings)
     elif architecture == "modernbert":
         yield from _modernbert_lacks(settings)
+    elif architecture == "mpnet":
+        yield from _mpnet_lacks(settings)
     elif architecture == "gpt2":
         yield from _gpt2_lacks(settings)
     hands_on_parts = settings.compile == "regional" or settings.parallel == "pipeline"
@@ -653,6 +663,15 @@ def _modernbert_lacks(settings: Settings) -> Iterator[str]:
         yield "it has no biases to train"
     if settings.parallel == "tensor":
         yield ("a share of its one linear layer for query, key and value is no share of the heads")
+
+
+def _mpnet_lacks(settings: Settings) -> Iterator[str]:
+    if settings.engine != "plain" and settings.attention in ("flash", "efficient"):
+        yield "its scores have a bias by distance, which this kernel of packed sequences has not"
+    if settings.parallel == "pipeline":
+        yield "all of its layers have one bias of scores, which stages would have to share"
+    if settings.parallel == "tensor":
+        yield "the bias of its scores is not cut into shares of the heads"
 
 
 def _gpt2_lacks(settings: Settings) -> Iterator[str]:

@@ -65,6 +65,10 @@ class Settings:
     """Loss of a language model: from all logits | head and loss together, some tokens at a time
     (kernels/linear_cross_entropy.py) | the same with two of its GEMMs in 8-bit floats."""
 
+    loss_padding: Literal["counted", "masked"] = "counted"
+    """The padding of padded samples in the softmax of their loss: counted, as in transformers' own
+    loss | masked, which leaves a sample's own tokens, as in packed sequences."""
+
     feed_forward: Literal["native", "fp8"] = "native"
     """GEMMs of the feed-forward blocks: in the precision's type | in 8-bit floats."""
 

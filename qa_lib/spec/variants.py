@@ -96,6 +96,7 @@ _TABLE = [
     Variant("A1-fp32", parent="A1", precision="fp32", why="What mixed precision is worth: all of it in 32 bits."),
     Variant("A1-int8", parent="A1-fp32", qat="int8", why="Training that knows that its weights will be whole numbers."),
     Variant("A1-int4", parent="A1-fp32", qat="int4", why="The same with 4 bits, of which rounding takes more."),
+    Variant("A1-masked", parent="A1", loss_padding="masked", why="What padding in the softmax of the loss does: A1 without it."),
     # Fewer parameters.
     Variant("B1", parent="A3", trainable="lora-qv", why="LoRA r=8 on query and value at the full rate, as in the reference project.", tags=("quickstart",)),
     Variant("B1-all", parent="A3", trainable="lora-all", why="LoRA r=32 on every linear layer, at five times the rate."),

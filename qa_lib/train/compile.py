@@ -52,6 +52,23 @@ class LossOf(torch.nn.Module):
         return self.model(**inputs).loss
 
 
+class MaskedLossOf(LossOf):
+    """A LossOf for padded samples, whose padding is left out of the loss."""
+
+    def forward(self, attention_mask, start_positions, end_positions, **inputs) -> torch.Tensor:
+        """Return the mean loss over samples of a softmax over each one's own tokens.
+
+        `attention_mask` is [samples, tokens] with 0 for padding, positions are [samples].
+        """
+        output = self.model(attention_mask=attention_mask, **inputs)
+        is_padding = attention_mask == 0
+        start_logits = output.start_logits.float().masked_fill(is_padding, -torch.inf)
+        end_logits = output.end_logits.float().masked_fill(is_padding, -torch.inf)
+        start_loss = F.cross_entropy(start_logits, start_positions)
+        end_loss = F.cross_entropy(end_logits, end_positions)
+        return (start_loss + end_loss) / 2
+
+
 class ChunkedLossOf(torch.nn.Module):
     """A LossOf for a language model, whose head and loss are computed together.
 

@@ -17,7 +17,7 @@ from qa_lib.model.fused_blocks import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
-from qa_lib.train.compile import ChunkedLossOf, LossOf, compile_kernels
+from qa_lib.train.compile import ChunkedLossOf, LossOf, MaskedLossOf, compile_kernels
 from qa_lib.train.cuda_graph import GraphedStep
 from qa_lib.train.optim import (
     Precision,
@@ -68,7 +68,9 @@ class OptimizerStep:
         self.hooks = hooks
         self.strategy = STRATEGIES[settings.parallel](model, ranks, settings)
         forward = Packed(model, batches.limits) if settings.padding == "packed" else model
-        if settings.loss == "native":
+        if settings.loss_padding == "masked":
+            forward = MaskedLossOf(forward)
+        elif settings.loss == "native":
             forward = LossOf(forward)
         else:
             forward = ChunkedLossOf(forward, fp8=settings.loss == "chunked-fp8")

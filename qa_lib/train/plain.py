@@ -18,6 +18,7 @@ from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.peers.adamw import CompiledAdamW
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.peers.mpnet import MPNet
 from qa_lib.peers.step import Step, compile_parts
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec
@@ -49,6 +50,9 @@ def train(
     dropout = 0.0 if settings.dropout == "none" else 0.1
     if spec.preset.task == "lm":
         peer = GPT2(model, dropout, **(SEARCHED_GPT2 if searched else {}))
+    elif model.config.model_type == "mpnet":
+        # It has no token types to blend, and the search has not looked at it.
+        peer = MPNet(model, dropout, max(batches.limits))
     else:
         options = SEARCHED_BERT if searched else {}
         peer = Bert(model, dropout, max(batches.limits), **options)

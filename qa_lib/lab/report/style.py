@@ -25,7 +25,7 @@ from qa_lib.errors import first_line
 from qa_lib.lab.report.evidence import ReportError, on_cpu
 from qa_lib.lab.report.tables import markdown
 from qa_lib.records.files import RecordError, writable_folder, write_atomically
-from qa_lib.records.record import DEFAULT_PRESET
+from qa_lib.records.record import DEFAULT_PRESET, DEFAULT_SETTINGS
 from qa_lib.spec.variants import VARIANTS
 
 WIDTH = 9.0  # inches of a figure: 900 px at 100 dpi, the width of a README
@@ -244,9 +244,12 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
     return figures
 
 
-# Fields of a preset that came after figures had been drawn. Their defaults are what was so before,
-# so that they count in a digest only where they differ.
-LATER = ("max_answer_length",)
+# Fields of presets and settings that came after figures had been drawn, with their defaults. These
+# are what was so before, so that such a field counts in a digest only where it differs.
+LATER = {
+    "preset": {"max_answer_length": DEFAULT_PRESET["max_answer_length"]},
+    "settings": {"loss_padding": DEFAULT_SETTINGS["loss_padding"]},
+}
 
 
 def digest(runs: pd.DataFrame) -> str:
@@ -258,12 +261,12 @@ def digest(runs: pd.DataFrame) -> str:
 
 
 def _as_drawn(record: dict) -> dict:
-    """Return a record without those fields LATER of its preset that have their defaults."""
-    preset = {}
-    for name, value in record["spec"]["preset"].items():
-        if name not in LATER or value != DEFAULT_PRESET[name]:
-            preset[name] = value
-    return record | {"spec": record["spec"] | {"preset": preset}}
+    """Return a record without those fields LATER of its spec that have their defaults."""
+    parts = {}
+    for part, later in LATER.items():
+        fields = record["spec"][part].items()
+        parts[part] = {name: value for name, value in fields if (name, value) not in later.items()}
+    return record | {"spec": record["spec"] | parts}
 
 
 def png(figure: Figure, dpi: int = DPI, **texts: str) -> bytes:

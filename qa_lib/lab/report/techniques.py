@@ -255,6 +255,20 @@ def packing():
 
 
 @technique(
+    "loss_padding",
+    how=(
+        "The loss of a padded sample takes a softmax over all of its places, those of padding "
+        "included, and training also learns to give these low logits. Masked, it is over the "
+        "sample's own tokens, as where nothing is padded."
+    ),
+)
+def masked_loss():
+    from qa_lib.train.compile import MaskedLossOf
+
+    return [MaskedLossOf]
+
+
+@technique(
     "group_by_length",
     how=(
         "Spans of 50 micro-batches are sorted by length before they are cut, so that those "

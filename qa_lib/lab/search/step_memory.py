@@ -23,6 +23,7 @@ from qa_lib.model.architectures import (
     trains,
 )
 from qa_lib.model.build import HEADS, apply_recipe, model_config
+from qa_lib.model.load import new_model
 from qa_lib.spec.recipes import Recipe
 from qa_lib.spec.spec import Spec
 
@@ -128,6 +129,17 @@ class StepMemory:
             return 0
         return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length
 
+    def bias_mask(self) -> int:
+        """Return the bytes of padded samples' mask with a bias of scores by distance, if there is.
+
+        All layers share it. The backward pass has its gradient, too, and what a layer adds to that.
+        It is derived, and not measured.
+        """
+        if not encoder_of(self.model).relative_bias or self.settings.padding == "packed":
+            return 0
+        heads = self.config.num_attention_heads
+        return 3 * self.gemm_bytes * self.tokens * heads * self.spec.preset.max_length
+
     def layer_bytes(self, trained: bool = True) -> float:
         """Return the bytes that a layer keeps for its backward pass, per unit, without scores.
 
@@ -199,7 +211,7 @@ class StepMemory:
         if any(trains(module) for module in embeddings_of(self.model)):
             # The dropout's mask; in BERT the input of the layer norm and the sum before it as well.
             kept += (1 if self.is_causal else 9) * self.unit
-        return kept, largest
+        return kept + self.bias_mask(), largest
 
     # What the backward pass takes beside that.
 
@@ -323,7 +335,7 @@ def model_without_weights(config, task: str, recipe: Recipe) -> torch.nn.Module:
     key = (type(config), config.to_json_string(use_diff=False), task, recipe)
     if key not in _MODELS:
         with torch.device("meta"):
-            _MODELS[key] = apply_recipe(HEADS[task].from_config(config), recipe)
+            _MODELS[key] = apply_recipe(new_model(config, HEADS[task], "eager"), recipe)
     return _MODELS[key]
 
 

@@ -1,0 +1,171 @@
+"""MPNet with BERT's layers, so that all that changes BERT's layers changes these.
+
+MPNet (Song et al. 2020) is BERT's network with a bias of the attention's scores: a learnt number
+for each head and distance from query to key, the same in all layers (Raffel et al. 2020, T5's).
+Distances share 32 *buckets*, 16 for each direction: one for each distance below 8, then wider ones,
+and from 91 tokens on all have one. There are no token types, and positions count from 2 on.
+
+transformers has eager attention alone for it, in layers whose parts have other names than BERT's.
+`use_bert_layers` puts its weights into transformers' own BertLayers, which call any kernel by name
+and hand on what they do not know. `plain_state` gives back the names of a checkpoint.
+
+Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
+attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
+it by distance (model/attention.py, kernels/varlen_attention.py).
+"""
+
+import torch
+from torch import nn
+from transformers.modeling_outputs import BaseModelOutputWithPooling, QuestionAnsweringModelOutput
+from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+from transformers.models.mpnet import modeling_mpnet
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetModel
+
+from qa_lib.kernels.varlen_attention import LOG2_E, RelativeBias, relative_scores
+
+# Distances of so many tokens and more have the last bucket.
+REACH = 128
+# Names in a layer: transformers' MPNet's, and BERT's. All others are the same.
+NAMES = {
+    "attention.attn.q.": "attention.self.query.",
+    "attention.attn.k.": "attention.self.key.",
+    "attention.attn.v.": "attention.self.value.",
+    "attention.attn.o.": "attention.output.dense.",
+    "attention.LayerNorm.": "attention.output.LayerNorm.",
+}
+
+
+class DistanceBias(nn.Module):
+    """The bias of scores: `weight` [buckets, heads], where transformers has an embedding."""
+
+    def __init__(self, weight: nn.Parameter):
+        super().__init__()
+        self.weight = weight
+        distances = torch.arange(-REACH, REACH + 1, device=weight.device)
+        buckets = MPNetEncoder.relative_position_bucket(distances).int()
+        self.register_buffer("buckets", buckets, persistent=False)
+
+    def mask(self, hidden_states: torch.Tensor, attention_mask: torch.Tensor | None):
+        """Return the bias of padded samples, -inf for keys that are padding.
+
+        `hidden_states` are [batch, tokens, width], `attention_mask` is [batch, tokens] with 0 for
+        padding, or None. The result is [batch or 1, heads, tokens, tokens], of the type that
+        attention computes in: otherwise autocast would make a copy for each layer.
+        """
+        place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
+        bias = relative_scores(self.weight, self.buckets, place)[None]
+        if attention_mask is not None:
+            bias = bias.masked_fill(attention_mask[:, None, None] == 0, -torch.inf)
+        kind = hidden_states.device.type
+        if torch.is_autocast_enabled(kind):
+            return bias.to(torch.get_autocast_dtype(kind))
+        return bias.to(hidden_states.dtype)
+
+    def by_distance(self) -> RelativeBias:
+        """Return the bias as the kernels for packed samples take it."""
+        table = LOG2_E * self.weight.detach().float()[self.buckets].t().contiguous()
+        return RelativeBias(self.weight, self.buckets, table)
+
+
+class Encoder(MPNetEncoder):
+    """The layers, after use_bert_layers."""
+
+    def forward(self, hidden_states, attention_mask=None, segments=None):
+        """Return hidden states [batch, tokens, width] for such; samples have a mask or segments."""
+        mask = None
+        if segments is None:
+            mask = self.relative_attention_bias.mask(hidden_states, attention_mask)
+        else:
+            segments = segments._replace(relative=self.relative_attention_bias.by_distance())
+        for layer in self.layer:
+            hidden_states = layer(hidden_states, mask, segments=segments)
+        return hidden_states
+
+
+class Backbone(MPNetModel):
+    """Embeddings and layers, after use_bert_layers."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, segments=None):
+        """Do what the original's forward does, and hand on the segments of packed samples."""
+        hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
+        hidden_states = self.encoder(hidden_states, attention_mask, segments)
+        return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
+
+
+class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
+    """The model, after use_bert_layers.
+
+    It has the name of transformers' class, which save_pretrained writes into the config.
+    """
+
+    supports_gradient_checkpointing = True  # BERT's layers can be computed again
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        start_positions=None,
+        end_positions=None,
+        segments=None,
+        **kwargs,
+    ):
+        """Do what the original's forward does, and hand on the segments of packed samples."""
+        outputs = self.mpnet(input_ids, attention_mask, position_ids, segments)
+        hidden_states = outputs.last_hidden_state
+        start_logits, end_logits = self.qa_outputs(hidden_states).unbind(-1)
+        loss = None
+        if start_positions is not None:
+            loss = self.loss_function(start_logits, end_logits, start_positions, end_positions)
+        return QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits
+        )
+
+
+def use_bert_layers(model: modeling_mpnet.MPNetForQuestionAnswering, attention: str) -> None:
+    """Give an MPNet BERT's layers with its own weights, in place.
+
+    `attention` is the kernel's name in transformers.
+    """
+    config = model.config
+    config._attn_implementation = attention
+    of_layers = BertConfig(
+        hidden_size=config.hidden_size,
+        num_attention_heads=config.num_attention_heads,
+        intermediate_size=config.intermediate_size,
+        hidden_act=config.hidden_act,
+        hidden_dropout_prob=config.hidden_dropout_prob,
+        attention_probs_dropout_prob=config.attention_probs_dropout_prob,
+        layer_norm_eps=config.layer_norm_eps,
+    )
+    encoder = model.mpnet.encoder
+    for number, layer in enumerate(encoder.layer):
+        with torch.device("meta"):
+            new = BertLayer(of_layers)
+        parameters = {_bert_name(name): parameter for name, parameter in layer.named_parameters()}
+        new.load_state_dict(parameters, assign=True)
+        new.attention.self.config = config
+        encoder.layer[number] = new.train(layer.training)
+    encoder.relative_attention_bias = DistanceBias(encoder.relative_attention_bias.weight)
+    encoder.__class__ = Encoder
+    model.mpnet.__class__ = Backbone
+    model.__class__ = MPNetForQuestionAnswering
+
+
+def _bert_name(name: str) -> str:
+    """Return what BERT calls a parameter that transformers' MPNet calls `name`."""
+    for own, berts in NAMES.items():
+        name = name.replace(own, berts)
+    return name
+
+
+def plain_state(model: MPNetForQuestionAnswering) -> dict[str, torch.Tensor]:
+    """Return the state of a model after use_bert_layers by the names of transformers' MPNet."""
+    return {original_name(name): value for name, value in model.state_dict().items()}
+
+
+def original_name(name: str) -> str:
+    """Return what transformers' MPNet calls a parameter that BERT calls `name`."""
+    for own, berts in NAMES.items():
+        name = name.replace(berts, own)
+    return name
