@@ -250,7 +250,7 @@ def test_a_model_without_a_rival_is_told(tmp_path):
     spec = dataclasses.replace(
         planned("E-plain", machine=H200), model_source=checkpoint("roberta", tmp_path)
     )
-    refused("roberta: the rivals are a BERT and a GPT-2", build_model, spec)
+    refused("roberta: the rivals are a BERT, an MPNet and a GPT-2", build_model, spec)
 
 
 # What surrounds the kernel of the loss, with plain PyTorch in its place.
@@ -373,4 +373,3 @@ def test_each_dropout_of_the_fused_pass_drops_by_itself(windows, name):
     without = LossOf(fused)(**windows)
     fused.transformer.get_submodule(name).p = 0.3
     assert abs(LossOf(fused)(**windows) - without) > 1e-5
-    refused("roberta: the rivals are a BERT, an MPNet and a GPT-2", build_model, spec)

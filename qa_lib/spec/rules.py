@@ -666,7 +666,7 @@ def _modernbert_lacks(settings: Settings) -> Iterator[str]:
 
 
 def _mpnet_lacks(settings: Settings) -> Iterator[str]:
-    if settings.engine != "plain" and settings.attention in ("flash", "efficient"):
+    if settings.attention in ("flash", "efficient") and not settings.by_rival:
         yield "its scores have a bias by distance, which this kernel of packed sequences has not"
     if settings.parallel == "pipeline":
         yield "all of its layers have one bias of scores, which stages would have to share"
