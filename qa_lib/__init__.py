@@ -2,12 +2,17 @@
 
 `plan` makes specs of runs, `load_data` reads what one trains on, `fit` trains and scores it, `ask`
 puts a question to what it has kept (docs/own-model.md), and `app` opens a page of the runs.
+
+The techniques by themselves, for one's own training of any encoder and any head
+(docs/own-code.md): `speed_up`, `pack` with `PackedCollator`, `MasterAdamW`, `GraphedStep`, and all
+of them in `FastTrainer`.
 """
 
 import importlib
 import logging
 
 import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it takes)
+from qa_lib.versions import check_versions
 
 # Whichever library imports them, on some machines they warn of kernels that nothing here uses.
 for package in ("bitsandbytes", "torchao"):
@@ -20,6 +25,9 @@ _HOMES = {
     "ask": "score.predict",
     "load_data": "data.load",
     "app": "lab.app.page",
+    "speed_up": "own.speed_up",
+    "pack": "own.packing",
+    "PackedCollator": "own.packing",
 }
 __all__ = list(_HOMES)
 
@@ -30,4 +38,5 @@ def __getattr__(name: str):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}"
         )
+    check_versions()
     return getattr(importlib.import_module(f"qa_lib.{_HOMES[name]}"), name)
