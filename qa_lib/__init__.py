@@ -28,6 +28,9 @@ _HOMES = {
     "speed_up": "own.speed_up",
     "pack": "own.packing",
     "PackedCollator": "own.packing",
+    "MasterAdamW": "train.master_adamw",
+    "GraphedStep": "own.graphed_step",
+    "FastTrainer": "own.trainer",
 }
 __all__ = list(_HOMES)
 
