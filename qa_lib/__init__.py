@@ -12,7 +12,6 @@ import importlib
 import logging
 
 import qa_lib.loaded  # noqa: F401 (before all other modules, whose digests it takes)
-from qa_lib.versions import check_versions
 
 # Whichever library imports them, on some machines they warn of kernels that nothing here uses.
 for package in ("bitsandbytes", "torchao"):
@@ -41,5 +40,8 @@ def __getattr__(name: str):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}"
         )
+    # Not earlier: the setup cell of a notebook imports this package to mend such an environment.
+    from qa_lib.versions import check_versions
+
     check_versions()
     return getattr(importlib.import_module(f"qa_lib.{_HOMES[name]}"), name)
