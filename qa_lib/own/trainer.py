@@ -5,8 +5,10 @@ evaluation, checkpoints, resuming, gradient accumulation, `push_to_hub`. Evaluat
 batches that the script's own collator makes.
 """
 
+import contextlib
 import copy
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 
 import datasets
 import torch
@@ -74,7 +76,8 @@ class FastTrainer(Trainer):
             args.mixed_precision = "no"
         if model is not None:
             model = self._prepared(model)
-        super().__init__(model, args, *more, **options)
+        with _no_autocast() if self.casts else contextlib.nullcontext():
+            super().__init__(model, args, *more, **options)
         self.captured = None
         if cuda_graph:
             check_capture(self.args.device)
@@ -148,6 +151,18 @@ class FastTrainer(Trainer):
     def plain_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Do what `training_step` does, uncaptured."""
         return super().training_step(model, inputs, num_items_in_batch)
+
+
+@contextlib.contextmanager
+def _no_autocast() -> Iterator[None]:
+    """Hide the variable by which some versions of transformers tell accelerate of bf16."""
+    name = "ACCELERATE_MIXED_PRECISION"
+    value = os.environ.pop(name, None)
+    try:
+        yield
+    finally:
+        if value is not None:
+            os.environ[name] = value
 
 
 class CapturedBackward:
