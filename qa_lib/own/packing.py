@@ -174,8 +174,6 @@ def pack(
             f"tokenizer(..., truncation=True, max_length={tokens})"
         )
     packed = PackedDataset(dataset, lengths, tokens, samples, seed, drop_last)
-    if not len(packed):
-        raise UserError(f"{len(lengths)} samples do not fill one packed sequence: drop_last=False")
     say(
         f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
         f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full"
