@@ -6,10 +6,9 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from qa_lib.own.packing import PackedCollator, pack
-from qa_lib.own.speed_up import speed_up
+from qa_lib.own.speed_up import KINDS, speed_up
 from tests.material import refused
 from tests.own import HEADS, LENGTHS, drawn_samples, quiet, tiny_model
-from tests.tiny import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -30,7 +29,7 @@ def outputs_of(model, samples: list[dict]) -> list[torch.Tensor]:
 PER_SAMPLE = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_model_returns_for_each_sample_what_it_would_alone(kind, head):
     """One of the samples is one token, and the last packed sequence is half full."""

@@ -11,18 +11,17 @@ from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForMultipleC
 
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.own.packing import PackedCollator
-from qa_lib.own.speed_up import speed_up
+from qa_lib.own.speed_up import KINDS, speed_up
 from tests.conftest import slow
 from tests.material import refused
 from tests.own import HEADS, SIZES, drawn_samples, padded_batch, quiet, tiny_model
 from tests.pairs import combinations
-from tests.tiny import SHAPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS = 20
 VALUES = {
-    "kind": tuple(SHAPES),
+    "kind": KINDS,
     "head": tuple(HEADS),
     "layout": ("padded", "packed"),
     "checkpointing": (False, True),
@@ -95,7 +94,7 @@ def test_twenty_steps_are_those_of_the_plain_model(case):
     assert abs(expected[0] - expected[-4]) > 1e-3, "it has learnt something"
 
 
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("head", HEADS)
 def test_a_checkpoint_is_that_of_transformers(kind, head, tmp_path):
     plain = tiny_model(kind, head)
@@ -336,6 +335,11 @@ REFUSED = [
         "AlbertModel: a model of type 'albert'; this lab knows bert, roberta",
     ),
 ]
+
+
+def test_an_encoder_of_the_table_that_is_not_for_this_is_refused(monkeypatch):
+    monkeypatch.setattr("qa_lib.own.speed_up.KINDS", ("roberta",))
+    refused("speed_up takes roberta, and not bert", speed_up, tiny_model())
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED)

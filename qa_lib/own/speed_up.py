@@ -5,8 +5,9 @@ where the architecture and the card allow it. What they would ask of whoever cal
 by hooks (packed_model.py); the weights in `state_dict`, and so in every checkpoint, have the names
 and shapes that transformers gives them.
 
-An encoder that the table of model/architectures.py knows is known here; what it lacks is in
-`lacking` of spec/rules.py.
+To add an encoder: its entry in the table of model/architectures.py, what it lacks in `lacking` of
+spec/rules.py, and its name in KINDS below, where its layers hand keyword arguments down to the
+attention kernel, or are made to. All tests of this part then take it.
 """
 
 from collections.abc import Callable
@@ -35,6 +36,8 @@ from qa_lib.own.packed_model import Rooted, draw_dropouts, refuse_packed, take_p
 from qa_lib.spec.rules import lacking, unfit_heads
 from qa_lib.spec.settings import Settings
 
+# Types of models whose layers hand keyword arguments down.
+KINDS = ("bert", "roberta", "electra", "distilbert", "modernbert")
 # What each technique is among a run's settings, by the words that `speed_up` has for it.
 FUSED_QKV = "fused QKV"
 HASH_DROPOUT = "hash dropout"
@@ -111,7 +114,12 @@ def _check(model: PreTrainedModel) -> None:
             "the fused linear layers would leave them out"
         )
     expect("model", model, PreTrainedModel, "give a model of transformers")
-    find_encoder(model.config.model_type, type(model).__name__)
+    kind = model.config.model_type
+    find_encoder(kind, type(model).__name__)
+    if kind not in KINDS:
+        raise UserError(
+            f"{type(model).__name__}: speed_up takes {', '.join(KINDS)}, and not {kind}"
+        )
     if getattr(model.config, "is_decoder", False):
         raise UserError(f"{type(model).__name__} is a decoder by its configuration: is_decoder")
     if getattr(model.base_model, "is_sped_up", False):
