@@ -2,6 +2,10 @@
 
 `plan` makes specs of runs, `load_data` reads what one trains on, `fit` trains and scores it, `ask`
 puts a question to what it has kept (docs/own-model.md), and `app` opens a page of the runs.
+
+The techniques by themselves, for one's own training of any encoder and any head
+(docs/own-code.md): `speed_up`, `pack` with `PackedCollator`, `MasterAdamW`, `GraphedStep`, and all
+of them in `FastTrainer`.
 """
 
 import importlib
@@ -20,6 +24,12 @@ _HOMES = {
     "ask": "score.predict",
     "load_data": "data.load",
     "app": "lab.app.page",
+    "speed_up": "own.speed_up",
+    "pack": "own.packing",
+    "PackedCollator": "own.packing",
+    "MasterAdamW": "train.master_adamw",
+    "GraphedStep": "own.graphed_step",
+    "FastTrainer": "own.trainer",
 }
 __all__ = list(_HOMES)
 
@@ -30,4 +40,8 @@ def __getattr__(name: str):
         raise AttributeError(
             f"module {__name__!r} has no attribute {name!r}; it has {', '.join(_HOMES)}"
         )
+    # Not earlier: the setup cell of a notebook imports this package to mend such an environment.
+    from qa_lib.versions import check_versions
+
+    check_versions()
     return getattr(importlib.import_module(f"qa_lib.{_HOMES[name]}"), name)

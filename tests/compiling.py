@@ -106,7 +106,13 @@ def make_optimizers(half: torch.dtype) -> None:
     shapes = [(WIDTH, INNER), (WIDTH,), (2,)]
     for moments in (torch.float32, torch.bfloat16, torch.uint8):
         weights = [torch.nn.Parameter(empty(*shape, dtype=half)) for shape in shapes]
-        MasterAdamW(weights, empty(dtype=torch.float32), max_norm=1.0, moments=moments)
+        MasterAdamW(
+            weights,
+            empty(dtype=torch.float32),
+            weight_decay=0.0,
+            max_norm=1.0,
+            moments=moments,
+        )
 
 
 def main() -> None:

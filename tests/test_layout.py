@@ -29,6 +29,7 @@ ORDER = [
     "model",
     "measure",
     "train",
+    "own",
     "score",
     "run",
     "lab",

@@ -1,15 +1,18 @@
 """AdamW over masters of half-precision weights, against PyTorch's; its kernel against plain."""
 
+import copy
 from typing import NamedTuple
 
 import pytest
 import torch
+from accelerate import Accelerator
 
 from qa_lib.kernels import eight_bit
 from qa_lib.train import master_adamw as module
 from qa_lib.train.master_adamw import MasterAdamW, halves, master_of, random_bits, update, upper
 from qa_lib.train.optim import unscale
 from tests.kernels import DEVICE
+from tests.material import refused
 
 SHAPES = [(33, 17), (128,), (128,), (4, 5, 6)]
 
@@ -20,7 +23,7 @@ def masters_of(optimizer: MasterAdamW) -> list[torch.Tensor]:
 
 def optimizer_of(parameters, rate=1e-2, max_norm=3.0, **options) -> MasterAdamW:
     rate = torch.tensor(rate, device=parameters[0].device)
-    return MasterAdamW(parameters, lr=rate, max_norm=max_norm, **options)
+    return MasterAdamW(parameters, lr=rate, weight_decay=0.0, max_norm=max_norm, **options)
 
 
 # The types of both moments and of the weights, and the error of a master that they allow.
@@ -46,18 +49,201 @@ def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
     theirs = torch.optim.AdamW(copies, lr=1e-2, weight_decay=0.0)
     for step in range(20):
         torch.manual_seed(step)
-        for parameter, copy in zip(parameters, copies, strict=True):
+        for parameter, other in zip(parameters, copies, strict=True):
             parameter.grad = torch.randn(parameter.shape).to(DEVICE, dtype) / (step + 1)
-            copy.grad = parameter.grad.float()
+            other.grad = parameter.grad.float()
         torch.nn.utils.clip_grad_norm_(copies, 3.0)
         ours.step()
         theirs.step()
     masters = masters_of(ours)
     torch.testing.assert_close(
-        masters, [copy.detach() for copy in copies], rtol=1e-5, atol=tolerance
+        masters, [other.detach() for other in copies], rtol=1e-5, atol=tolerance
     )
     weights = [master.to(dtype) for master in masters]
     assert all(map(torch.equal, parameters, weights)), "there is no tie among these"
+
+
+# As an optimizer of PyTorch.
+
+
+def drawn_parameters(dtype=torch.bfloat16) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    return [torch.nn.Parameter(torch.randn(shape).to(DEVICE, dtype)) for shape in SHAPES]
+
+
+def groups_of(parameters) -> list[dict]:
+    """Two groups, of which the second has its own rate and decay."""
+    return [
+        {"params": parameters[:2]},
+        {"params": parameters[2:], "lr": 3e-2, "weight_decay": 0.0, "betas": (0.8, 0.99)},
+    ]
+
+
+def give_gradients(parameters, step: int) -> None:
+    torch.manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape).to(DEVICE, parameter.dtype)
+
+
+def schedules(optimizer):
+    """Rates that warm up by steps of their own in each group."""
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 1 / (1 + n), lambda n: 0.9**n])
+
+
+def test_groups_decay_and_schedules_are_those_of_adamw():
+    parameters = drawn_parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    ours = MasterAdamW(groups_of(parameters), lr=1e-2, weight_decay=0.1)
+    theirs = torch.optim.AdamW(groups_of(copies), lr=1e-2, weight_decay=0.1)
+    schedulers = [schedules(optimizer) for optimizer in (ours, theirs)]
+    for step in range(20):
+        give_gradients(parameters, step)
+        for parameter, other in zip(parameters, copies, strict=True):
+            other.grad = parameter.grad.float()
+        ours.step()
+        theirs.step()
+        for scheduler in schedulers:
+            scheduler.step()
+    expected = [parameter.detach() for parameter in copies]
+    torch.testing.assert_close(masters_of(ours), expected, rtol=1e-5, atol=1e-6)
+    rates = [group["lr"].item() for group in ours.param_groups]
+    assert rates == pytest.approx([group["lr"] for group in theirs.param_groups])
+
+
+def test_gradients_are_not_clipped_unless_asked():
+    (parameter,) = parameters = [torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))]
+    optimizer = MasterAdamW(parameters)
+    parameter.grad = torch.tensor([1000.0]).bfloat16()
+    optimizer.step()
+    assert optimizer.state[parameter]["exp_avg"].item() == pytest.approx(100.0, rel=0.01)
+
+
+def test_a_rate_may_be_set_by_hand():
+    parameters = drawn_parameters()
+    optimizer = MasterAdamW(parameters, weight_decay=0.0)
+    before = [p.detach().clone() for p in parameters]
+    optimizer.param_groups[0]["lr"] = 0.0
+    give_gradients(parameters, 0)
+    optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+
+
+def test_a_closure_is_called_and_its_loss_returned():
+    (parameter,) = parameters = [torch.nn.Parameter(torch.ones(3, dtype=torch.bfloat16))]
+    optimizer = MasterAdamW(parameters, lr=0.1)
+
+    def closure():
+        loss = (parameter**2).sum()
+        loss.backward()
+        return loss
+
+    assert optimizer.step(closure) == 3
+    assert (parameter < 1).all()
+
+
+def test_a_parameter_whose_gradients_come_late_is_corrected_for_its_own_steps():
+    parameters = drawn_parameters()
+    copies = [torch.nn.Parameter(p.detach().float()) for p in parameters]
+    ours = MasterAdamW(parameters, lr=1e-2)
+    theirs = torch.optim.AdamW(copies, lr=1e-2)
+    for step in range(6):
+        give_gradients(parameters, step)
+        if step < 3:
+            parameters[1].grad = None
+        for parameter, other in zip(parameters, copies, strict=True):
+            other.grad = None if parameter.grad is None else parameter.grad.float()
+        ours.step()
+        theirs.step()
+    expected = [parameter.detach() for parameter in copies]
+    torch.testing.assert_close(masters_of(ours), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_without_any_gradient_nothing_changes():
+    parameters = drawn_parameters()
+    optimizer = MasterAdamW(parameters)
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 0
+
+
+@pytest.mark.parametrize(("moments", "dtype"), [types[:2] for types in TYPES], ids=str)
+@pytest.mark.parametrize("through", ["memory", "file", "accelerate"])
+def test_a_state_is_loaded_bit_for_bit(moments, dtype, through, tmp_path):
+    """The steps after it are those of an optimizer that went on."""
+    parameters = drawn_parameters(dtype)
+    optimizer = MasterAdamW(groups_of(parameters), lr=1e-2, moments=moments)
+    scheduler = schedules(optimizer)
+    for step in range(3):
+        give_gradients(parameters, step)
+        optimizer.step()
+        scheduler.step()
+    copies = [torch.nn.Parameter(p.detach().clone()) for p in parameters]
+    again = MasterAdamW(groups_of(copies), lr=0.5, moments=moments)
+    state = optimizer.state_dict()
+    if through == "file":
+        torch.save(state, tmp_path / "optimizer.pt")
+        state = torch.load(tmp_path / "optimizer.pt", weights_only=True)
+    rate = again.param_groups[0]["lr"]
+    again.load_state_dict(state)
+    if through == "accelerate":
+        again = Accelerator(cpu=DEVICE.type == "cpu").prepare(again).optimizer
+    assert again.param_groups[0]["lr"] is rate
+    for parameter, other in zip(parameters, copies, strict=True):
+        for name, value in optimizer.state[parameter].items():
+            assert again.state[other][name].dtype == value.dtype, name
+            assert torch.equal(again.state[other][name], value), name
+    give_gradients(parameters, 3)
+    give_gradients(copies, 3)
+    optimizer.step()
+    again.step()
+    assert all(map(torch.equal, parameters, copies))
+
+
+def test_a_copy_of_it_goes_on_by_itself():
+    parameters = drawn_parameters()
+    optimizer = MasterAdamW(parameters, max_norm=1.0)
+    give_gradients(parameters, 0)
+    optimizer.step()
+    twin = copy.deepcopy(optimizer)
+    give_gradients(twin.param_groups[0]["params"], 1)
+    give_gradients(parameters, 1)
+    optimizer.step()
+    twin.step()
+    assert all(map(torch.equal, parameters, twin.param_groups[0]["params"]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_gradscaler_needs_nothing_but_its_own_calls(dtype):
+    """The first step overflows, and is left out."""
+    parameter = torch.nn.Parameter(torch.ones(4, dtype=dtype))
+    optimizer = MasterAdamW([parameter], lr=1e-2, weight_decay=0.0)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (torch.inf, 1.0):
+        scaler.scale((parameter * factor).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state = optimizer.state[parameter]
+    assert state["step"] == 1
+    assert state["exp_avg"].tolist() == pytest.approx([0.1] * 4)
+    assert scaler.get_scale() == 512.0
+
+
+WRONG = [
+    ([torch.float32], "keeps fp32 masters of weights in half precision, and these are in float32"),
+    ([torch.bfloat16, torch.float16], "got parameters in bfloat16 and in float16: cast them all"),
+]
+
+
+@pytest.mark.parametrize(("types", "said"), WRONG)
+def test_weights_of_another_type_are_refused(types, said):
+    parameters = [torch.nn.Parameter(torch.zeros(2, dtype=dtype)) for dtype in types]
+    refused(said, MasterAdamW, parameters)
+
+
+def test_a_state_of_another_type_of_weights_is_refused():
+    state = MasterAdamW(drawn_parameters(torch.float16)).state_dict()
+    optimizer = MasterAdamW(drawn_parameters())
+    refused("is not one of MasterAdamW over weights in bfloat16", optimizer.load_state_dict, state)
 
 
 # The kernels.
@@ -113,19 +299,20 @@ SCALARS = {
     "factor": torch.tensor(0.7, device=DEVICE),
     "rate": torch.tensor(1e-2, device=DEVICE),
     "growth": torch.tensor(1.5, device=DEVICE),
+    "shrink": None,
     "beta1": 0.9,
     "beta2": 0.999,
     "eps": 1e-8,
 }
 
 
-def update_by_kernel(columns: Columns, skip=None) -> None:
-    module._update_by_kernel(*columns, **SCALARS, skip=skip)
+def update_by_kernel(columns: Columns, skip=None, **others) -> None:
+    module._update_by_kernel(*columns, **SCALARS | others, skip=skip)
 
 
-def update_by_plain(columns: Columns, skip=None) -> None:
+def update_by_plain(columns: Columns, skip=None, **others) -> None:
     for tensors in zip(*columns, strict=True):
-        update(*tensors, **SCALARS, skip=skip)
+        update(*tensors, **SCALARS | others, skip=skip)
 
 
 # None where the loss has no scale.
@@ -133,19 +320,21 @@ SKIPS = [None, 0.0, 1.0]
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("skip", SKIPS)
+@pytest.mark.parametrize(("skip", "shrink"), [(None, None), (0.0, 0.9), (1.0, 0.9)])
 @pytest.mark.parametrize(("moments", "dtype"), [types[:2] for types in TYPES], ids=str)
-def test_the_kernel_is_the_plain_update(moments, dtype, skip):
+def test_the_kernel_is_the_plain_update(moments, dtype, skip, shrink):
     """The bits that are drawn at random are the same.
 
     A moment in bf16 or in 8 bits is therefore at most one number away, and in few places.
     """
     if skip is not None:
         skip = torch.tensor(skip, device=DEVICE)
+    if shrink is not None:
+        shrink = torch.tensor(shrink, device=DEVICE)
     columns = drawn_columns(moments, dtype, MANY)
     expected = drawn_columns(moments, dtype, MANY)
-    update_by_kernel(columns, skip)
-    update_by_plain(expected, skip)
+    update_by_kernel(columns, skip, shrink=shrink)
+    update_by_plain(expected, skip, shrink=shrink)
     torch.testing.assert_close(columns.masters(), expected.masters(), rtol=1e-6, atol=1e-6)
     ours = columns.moments()
     plain = expected.moments()
@@ -224,12 +413,13 @@ def test_what_is_compiled_ahead_is_what_is_launched(dtype, monkeypatch):
     monkeypatch.setattr(module, "launch", note)
     columns = drawn_columns(torch.bfloat16, dtype, MANY)
     parameters = [torch.nn.Parameter(weight) for weight in columns.weights]
-    optimizer = optimizer_of(parameters, 1e-3, max_norm=1.0, moments=torch.bfloat16)
-    optimizer._compile_kernels(parameters)
+    optimizer = MasterAdamW(parameters, 1e-3, max_norm=1.0, moments=torch.bfloat16)
+    optimizer._compile_kernels()
     compiled_ahead = launched[-4:]
     launched.clear()
     module._norm_by_kernel(columns.gradients)
-    update_by_kernel(columns, skip=SCALARS["step"] if dtype == torch.float16 else None)
+    skip = SCALARS["step"] if dtype == torch.float16 else None
+    update_by_kernel(columns, skip, shrink=SCALARS["step"])
     assert len(launched) == 4
     assert launched == compiled_ahead
 
@@ -378,13 +568,13 @@ class ScaledTraining:
 
 def test_the_scale_of_the_loss_is_taken_off_as_gradscaler_does_it_to_fp32_gradients():
     training = ScaledTraining(overflows=False)
-    copy = torch.nn.Parameter(training.start.float())
-    theirs = torch.optim.AdamW([copy], lr=1e-2, weight_decay=0.0)
+    other = torch.nn.Parameter(training.start.float())
+    theirs = torch.optim.AdamW([other], lr=1e-2, weight_decay=0.0)
     for grad in training.grads:
-        copy.grad = (grad * 1024).half().float() / 1024
-        torch.nn.utils.clip_grad_norm_([copy], MAX_NORM)
+        other.grad = (grad * 1024).half().float() / 1024
+        torch.nn.utils.clip_grad_norm_([other], MAX_NORM)
         theirs.step()
-    torch.testing.assert_close(training.master, copy.detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(training.master, other.detach(), rtol=0, atol=1e-5)
     assert training.scaler.get_scale() == 1024.0
 
 
@@ -398,7 +588,7 @@ def test_an_overflow_changes_nothing_but_the_scale():
 
 @pytest.mark.parametrize("overflows", [False, True])
 def test_the_scale_is_forgotten_after_each_step(overflows):
-    assert ScaledTraining(overflows).optimizer.grad_scale is None
+    assert not hasattr(ScaledTraining(overflows).optimizer, "grad_scale")
 
 
 # Masters and their halves.

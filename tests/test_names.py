@@ -60,7 +60,11 @@ ELSEWHERE = {
     "nargs": "an argument of argparse",
     "nnodes": "an option of torchrun",
     "target_modules": "an argument of peft's LoraConfig",
+    "model_init": "an argument of transformers' Trainer",
+    "per_device_train_batch_size": "a value of transformers' TrainingArguments",
+    "push_to_hub": "a method of transformers' models and Trainer",
     "save_pretrained": "a method of transformers' models",
+    "state_dict": "a method of PyTorch's modules and optimizers",
     "vram": "a preset",
     "workspace": "a column of profiles, whose name ends in _mib",
 }

@@ -250,6 +250,8 @@ CLASHES = [
         "elementwise",
     ),
     ("padding", "packed", "group_by_length", "True"),
+    ("padding", "packed", "loss_padding", "masked"),
+    ("engine", "trainer trainer-tuned", "loss_padding", "masked"),
     ("padding", "longest", "cuda_graph", "True"),
     ("padding", "max_length longest", "parallel", "pipeline"),
     ("base_quantization", "nf4", "parallel", "fsdp2 pipeline tensor"),
@@ -319,6 +321,7 @@ def test_what_calls_or_adapts_a_decoders_layers_one_by_one_does_not_fit_fused_on
 
 LACKS = {
     "bert": {},
+    "mpnet": {"attention": "flash efficient", "parallel": "pipeline tensor"},
     "roberta": {"engine": "plain searched"},
     "electra": {"engine": "plain searched"},
     "distilbert": {

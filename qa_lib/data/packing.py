@@ -53,9 +53,20 @@ def deal(order: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
     return dealt.T
 
 
-def _round_up(tokens, multiple: int):
+def round_up(tokens, multiple: int):
     """Return tokens, a number or an array, rounded up to a multiple."""
     return -(-tokens // multiple) * multiple
+
+
+def segment_ends(lengths: np.ndarray, budget: int, padding_segments: int, most: int) -> np.ndarray:
+    """Return cu_seqlens, int64 [samples + padding_segments + 1]: 0, then where each segment ends.
+
+    Segments are samples of these `lengths`, one after the other, then padding of at most `most`
+    tokens each, as long as there is any up to `budget`. The last of them may be empty.
+    """
+    total = lengths.sum()
+    padding_ends = total + most * np.arange(1, padding_segments + 1)
+    return np.concatenate([[0], lengths.cumsum(), np.minimum(padding_ends, budget)])
 
 
 def few_limits(lengths: np.ndarray, most: int) -> list[int]:
@@ -64,7 +75,7 @@ def few_limits(lengths: np.ndarray, most: int) -> list[int]:
     There are at most `most` different limits, and of all such choices this is one with the least
     sum, found by dynamic programming over the different lengths in ascending order.
     """
-    wanted = _round_up(lengths, PLACES)
+    wanted = round_up(lengths, PLACES)
     values, counts = np.unique(wanted, return_counts=True)
     # For each number of lowest values, the least sum of the limits that cover them, and what these
     # limits are: first for no limit at all, which covers no value, then for one more in each round.
@@ -108,7 +119,7 @@ class PackedBatches(Batches):
         if self.has_places:
             self.budget = sum(self.limits)
         else:
-            self.budget = int(_round_up(totals.max(), ALIGN))
+            self.budget = int(round_up(totals.max(), ALIGN))
 
     @cached_property
     def limits(self) -> list[int]:
@@ -119,7 +130,7 @@ class PackedBatches(Batches):
         most = self.spec.preset.max_length
         most_padding = self.budget - self.least
         padding = [min(most, tokens) for tokens in range(most_padding, 0, -most)]
-        return [int(_round_up(tokens, ALIGN)) for tokens in (*self.longest, *padding)]
+        return [int(round_up(tokens, ALIGN)) for tokens in (*self.longest, *padding)]
 
     def _drawn(self, epoch: int) -> np.ndarray:
         order = super()._drawn(epoch)
@@ -182,12 +193,10 @@ class PackedBatches(Batches):
             raise UserError(
                 f"samples of {total} tokens do not fit into a packed sequence of {self.budget}"
             )
-        # The padding's segments, some of which may be empty, end at the budget.
         padding_segments = len(self.limits) - self.size
-        padding_ends = total + self.spec.preset.max_length * np.arange(1, padding_segments + 1)
-        padding_ends = np.minimum(padding_ends, self.budget)
-        ends = np.concatenate([[0], lengths.cumsum(), padding_ends])
-        return ends[: len(lengths)], ends.astype(np.int32)
+        most = self.spec.preset.max_length
+        cu_seqlens = segment_ends(lengths, self.budget, padding_segments, most)
+        return cu_seqlens[: len(lengths)], cu_seqlens.astype(np.int32)
 
 
 class EvenBatches(PackedBatches):

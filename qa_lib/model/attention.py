@@ -344,9 +344,37 @@ def attention_name(kernel: str) -> str:
     return "packed-" + kernel.replace("flash", "fa")
 
 
-for _name, _kernel in KERNELS.items():
-    AttentionInterface.register(attention_name(_name), _interface(_kernel))
+_INTERFACES = {name: _interface(kernel) for name, kernel in KERNELS.items()}
+for _name, _function in _INTERFACES.items():
+    AttentionInterface.register(attention_name(_name), _function)
     AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
+
+
+def quickest_kernel(module: nn.Module, query: torch.Tensor) -> str:
+    """Return the name of the quickest kernel for packed sequences that takes this query.
+
+    `module` is the self-attention. It has a HashDropout where the model was prepared for our own
+    kernel, which a CPU computes in plain PyTorch.
+    """
+    is_prepared = isinstance(getattr(module, "dropout", None), HashDropout)
+    if query.is_cuda:
+        is_half = query.dtype in (torch.float16, torch.bfloat16)
+        # Of what tells the capability, PyTorch's compiler knows the properties.
+        if not is_half or torch.cuda.get_device_properties(query.device).major < 8:
+            return "block-diagonal"
+        return "triton-varlen" if is_prepared else "flash"
+    return "triton-varlen" if is_prepared else "block-diagonal"
+
+
+def _quickest(module, query, *args, **kwargs):
+    """Attend as `_interface` says, by whichever kernel is the quickest for this query."""
+    return _INTERFACES[quickest_kernel(module, query)](module, query, *args, **kwargs)
+
+
+# For a model that takes padded batches and packed sequences of any type, on any device.
+QUICKEST = attention_name("quickest")
+AttentionInterface.register(QUICKEST, _quickest)
+AttentionMaskInterface.register(QUICKEST, sdpa_mask)
 
 # For windows of text, which have no padding: SDPA that is told "causal" and given no mask. For a
 # compiled model transformers makes the mask all the same, and with one PyTorch does not take
@@ -370,7 +398,7 @@ class FusedSelfAttention(nn.Module):
     """The self-attention of a BERT-like encoder with one linear layer for the three projections.
 
     `names` are those of the projections in the original, the module `separate`; `split` gives the
-    original back.
+    original back. The fused weights train where the originals do, all three of them.
     """
 
     def __init__(self, separate: nn.Module, names: tuple[str, ...]):
@@ -381,8 +409,8 @@ class FusedSelfAttention(nn.Module):
         weight = torch.cat([projection.weight.detach() for projection in projections])
         bias = torch.cat([projection.bias.detach() for projection in projections])
         self.qkv = nn.Linear(in_features, out_features, device="meta")
-        self.qkv.weight = nn.Parameter(weight)
-        self.qkv.bias = nn.Parameter(bias)
+        self.qkv.weight = nn.Parameter(weight, projections[0].weight.requires_grad)
+        self.qkv.bias = nn.Parameter(bias, projections[0].bias.requires_grad)
         self.config = separate.config
         self.names = names
         self.dropout = separate.dropout
@@ -403,6 +431,19 @@ class FusedSelfAttention(nn.Module):
             projection.bias = nn.Parameter(bias.detach().clone())
         return separate
 
+    def project(self, hidden_states, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return query, key and value [batch, tokens, 3, heads, width], and a bias or None.
+
+        It is the bias that is in them already and whose gradient is left to the attention kernel.
+        """
+        qkv = self.qkv(hidden_states).unflatten(-1, (3, -1, self.width))
+        if not isinstance(self.qkv, BiasDeferredLinear):
+            return qkv, None
+        if is_packed:
+            return qkv, self.qkv.bias
+        # A padded batch goes to another kernel, which knows nothing of a bias.
+        return attach_bias_grad(qkv, self.qkv.bias), None
+
     def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
         """Do what the original's forward does for an encoder.
 
@@ -410,13 +451,9 @@ class FusedSelfAttention(nn.Module):
         attention's weights, which are None unless it is eager.
         """
         shape = hidden_states.shape[:-1]
-        qkv = self.qkv(hidden_states).view(*shape, 3, -1, self.width)
-        if isinstance(self.qkv, BiasDeferredLinear):
-            if kwargs.get("segments") is not None:
-                kwargs["bias"] = self.qkv.bias
-            else:
-                # A padded batch goes to another kernel, which knows nothing of a bias.
-                qkv = attach_bias_grad(qkv, self.qkv.bias)
+        qkv, bias = self.project(hidden_states, is_packed=kwargs.get("segments") is not None)
+        if bias is not None:
+            kwargs["bias"] = bias
         query, key, value = qkv.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -435,12 +472,12 @@ class FusedSelfAttention(nn.Module):
         return output.reshape(*shape, -1).contiguous(), weights
 
 
-def fuse_projections(model: nn.Module) -> None:
-    """Fuse the three projections of every layer, in place."""
+def fuse_projections(model: nn.Module, kind: type = FusedSelfAttention) -> None:
+    """Fuse the three projections of every layer, in place, by a FusedSelfAttention of that kind."""
     encoder = encoder_of(model)
     for layer in layers_of(model):
         separate = layer.get_submodule(encoder.self_attention)
-        fused = FusedSelfAttention(separate, encoder.projections)
+        fused = kind(separate, encoder.projections)
         layer.set_submodule(encoder.self_attention, fused)
 
 
@@ -475,12 +512,12 @@ def keep_frequencies(model: nn.Module) -> None:
             module.__class__ = ExactRotaryEmbedding
 
 
-def use_varlen_attention(model: nn.Module) -> None:
+def use_varlen_attention(model: nn.Module, defers_bias: bool = True) -> None:
     """Prepare a model for the kernel of kernels/varlen_attention.py, in place.
 
     Every layer's attention gets a seed for its dropout, which fused_blocks.renew draws anew, and
-    the gradient of fused projections' bias is left to the kernel. Raises UserError for heads of a
-    width that the kernel does not take.
+    the gradient of fused projections' bias is left to the kernel, if it `defers_bias`. Raises
+    UserError for heads of a width that the kernel does not take.
     """
     width = model.config.hidden_size // model.config.num_attention_heads
     why = unfit_heads(width)
@@ -489,5 +526,5 @@ def use_varlen_attention(model: nn.Module) -> None:
     for layer in layers_of(model):
         self_attention = layer.get_submodule(encoder_of(model).self_attention)
         self_attention.dropout = HashDropout(self_attention.dropout.p)
-        if isinstance(self_attention, FusedSelfAttention):
+        if defers_bias and isinstance(self_attention, FusedSelfAttention):
             self_attention.qkv.__class__ = BiasDeferredLinear

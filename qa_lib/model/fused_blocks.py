@@ -81,8 +81,14 @@ def renew(model: nn.Module) -> None:
     seeds = [module.seed for module in model.modules() if isinstance(module, HashDropout)]
     if not seeds:
         return
-    drawn = torch.empty(len(seeds), dtype=torch.int32, device=seeds[0].device).random_()
-    torch._foreach_copy_(seeds, list(drawn.unbind()))
+    torch._foreach_copy_(seeds, list(drawn_seeds(len(seeds), seeds[0].device)))
+
+
+def drawn_seeds(count: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Return so many new seeds for hash dropouts, int32 tensors of no dimension."""
+    if torch.compiler.is_compiling():  # PyTorch's compiler does not know the other
+        return torch.randint(2**31, (count,), dtype=torch.int32, device=device).unbind()
+    return torch.empty(count, dtype=torch.int32, device=device).random_().unbind()
 
 
 # Fused norms in an encoder.
@@ -123,7 +129,9 @@ class FusedOutput(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             eps=norm.eps,
         )
-        if residual is not output:
+        # Without a gradient the second is of no use. A reentrant checkpoint computes the layer so
+        # at first, and its gradient would be lost where the next layer took it.
+        if residual is not output and residual.requires_grad:
             output.residual = residual
         return output
 

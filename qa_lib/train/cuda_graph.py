@@ -16,7 +16,7 @@ import torch
 WARM_UP = 3
 
 
-class GraphedStep:
+class CapturedStep:
     """Calls `step(inputs, *fixed) -> loss` WARM_UP times, then captures it and replays the graph.
 
     `inputs` is a list of dicts of device tensors whose shapes stay the same; what is `fixed` stays

@@ -18,7 +18,7 @@ from qa_lib.model.packed import Packed
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
 from qa_lib.train.compile import ChunkedLossOf, LossOf, MaskedLossOf, compile_kernels
-from qa_lib.train.cuda_graph import GraphedStep
+from qa_lib.train.cuda_graph import CapturedStep
 from qa_lib.train.optim import (
     Precision,
     build_optimizer,
@@ -150,7 +150,7 @@ def train(
     # This is dropout's seed: the weights have been drawn already.
     rank = 0 if step.strategy.draws_alike else ranks.rank
     torch.manual_seed(spec.seed + rank)
-    take_step = GraphedStep(step) if settings.cuda_graph else step
+    take_step = CapturedStep(step) if settings.cuda_graph else step
     checkpoint = Checkpoint(
         run_dir,
         spec,

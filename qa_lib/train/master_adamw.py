@@ -44,12 +44,13 @@ for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in
 7.5.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
+from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
 from qa_lib.kernels.common import hash32, hash32_kernel, jit, launch, tl
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
@@ -69,41 +70,82 @@ GOLDEN = 0x9E3779B1 - 2**32
 
 
 class MasterAdamW(torch.optim.Optimizer):
-    """AdamW without weight decay over masters of half-precision parameters.
+    """AdamW over fp32 masters of half-precision parameters (Loshchilov and Hutter 2019).
 
-    (Kingma and Ba 2015, Loshchilov and Hutter 2019.) A master begins as its parameter is when the
-    optimizer is made, so with the bits that a cast to half precision has left. Nothing waits for
-    the device: rate and step count are tensors on it. Gradients are taken as if clipped to the norm
-    `max_norm`, which saves clip_grad_norm_ its pass over them. `moments` is the type of both, fp32,
-    bf16, or uint8 for codes. Parameters are contiguous, and all in bf16 or all in fp16.
+    It takes the place of PyTorch's AdamW: parameter groups, weight decay that is decoupled,
+    schedulers, `state_dict` and `load_state_dict`, which restores every bit, GradScaler, and
+    whatever wraps an optimizer. `parameters` are contiguous, on one device, and all in bf16 or all
+    in fp16: cast the model first. A master begins as its parameter is when the optimizer is made,
+    so with the bits that a cast to half precision has left.
+
+    With `max_norm`, gradients are taken as if all of them were clipped to that norm, which saves
+    clip_grad_norm_ its pass over them. `moments` is the type of both, fp32, bf16, or uint8 for
+    codes. Nothing waits for the device: rate and step count are tensors on it. Raises UserError for
+    parameters of another type, and for a state that was made for weights of another type.
+
+        import torch
+        from qa_lib import MasterAdamW
+
+        model = torch.nn.Linear(8, 2).bfloat16()
+        optimizer = MasterAdamW(model.parameters(), lr=1e-3, weight_decay=0.01)
+        model(torch.ones(4, 8, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
     """
 
-    # GradScaler hands these to an optimizer that says so (optim.unscale): the scale that is on the
-    # gradients, and a number above 0 where one of them is not finite.
+    # GradScaler hands `grad_scale` and `found_inf` to an optimizer that says so (optim.unscale):
+    # the scale that is on the gradients, and a number above 0 where one of them is not finite.
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None = None
-    found_inf: torch.Tensor | None = None
 
     def __init__(
         self,
-        parameters: list[torch.nn.Parameter],
-        lr: torch.Tensor,
-        max_norm: float,
+        parameters: Iterable[torch.Tensor] | Iterable[dict],
+        lr: float | torch.Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        max_norm: float | None = None,
         moments: torch.dtype = torch.float32,
     ):
-        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.999), "eps": 1e-8})
         self.max_norm = max_norm
-        # The norm of all gradients from that of these; a process with a share of them replaces it
-        # (train/parallel/data_parallel.py).
-        self.global_norm = lambda norm: norm
-        parameters = self.param_groups[0]["params"]
-        elements = 0
+        self.moments = moments
+        # How many updates each parameter has had, by the host's count: those that have had equally
+        # many are updated together. Only differences matter.
+        self.updates: dict[torch.Tensor, int] = {}
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(parameters, defaults)
+        if any(p.is_cuda for p in self.updates):
+            self._compile_kernels()
+
+    def __getstate__(self) -> dict:
+        own = {"max_norm": self.max_norm, "moments": self.moments, "updates": self.updates}
+        return super().__getstate__() | own
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Add a group of parameters, with masters and moments, as torch.optim.Optimizer does."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        parameters = group["params"]
+        known_types = {p.dtype for p in self.updates} or set(LOW_TYPES)
         for parameter in parameters:
-            blocks = -(-parameter.numel() // eight_bit.BLOCK) if moments == torch.uint8 else 0
+            if parameter.dtype not in known_types:
+                raise UserError(_wrong_type(parameter.dtype, known_types))
+            known_types = {parameter.dtype}
+        if not parameters:
+            return
+        # A rate of its own for each group, since schedulers write into it.
+        rate = torch.as_tensor(group["lr"], dtype=torch.float32, device=parameters[0].device)
+        if any(rate is other["lr"] for other in self.param_groups[:-1]):
+            rate = rate.clone()
+        group["lr"] = rate
+        elements = sum(p.numel() for p in self.updates) % 2**31
+        for parameter in parameters:
+            blocks = -(-parameter.numel() // eight_bit.BLOCK) if self.moments == torch.uint8 else 0
+            self.updates[parameter] = 0
             self.state[parameter] = {
                 "low_bits": torch.zeros_like(parameter, dtype=LOW_TYPES[parameter.dtype]),
-                "exp_avg": torch.zeros_like(parameter, dtype=moments),
-                "exp_avg_sq": torch.zeros_like(parameter, dtype=moments),
+                "exp_avg": torch.zeros_like(parameter, dtype=self.moments),
+                "exp_avg_sq": torch.zeros_like(parameter, dtype=self.moments),
                 # Moments in 8 bits have two scales a block: the first moment's, and that of the
                 # root of the second.
                 "scales": parameter.new_zeros(blocks, 2, dtype=torch.float32),
@@ -112,74 +154,164 @@ class MasterAdamW(torch.optim.Optimizer):
                 "first": torch.tensor(elements, dtype=torch.int32, device=parameter.device),
             }
             elements = (elements + parameter.numel()) % 2**31
-        if parameters[0].is_cuda:
-            self._compile_kernels(parameters)
 
-    def _compile_kernels(self, parameters: list[torch.nn.Parameter]) -> None:
+    def load_state_dict(self, state_dict: dict) -> None:
+        """Load a state that `state_dict` returned, every bit of it.
+
+        PyTorch would cast low bits, moments and counts to the type of the parameter. Rates stay in
+        the tensors that they are in, from which a captured graph reads them.
+        """
+        rates = [group["lr"] for group in self.param_groups]
+        super().load_state_dict(state_dict)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=True):
+            if number not in state_dict["state"]:
+                continue
+            state = state_dict["state"][number]
+            low_type = LOW_TYPES[parameter.dtype]
+            if "low_bits" not in state or state["low_bits"].dtype != low_type:
+                raise UserError(
+                    "this state is not one of MasterAdamW over weights in "
+                    + _named(parameter.dtype)
+                )
+            self.state[parameter] = {
+                name: value.detach().to(parameter.device, copy=True)
+                for name, value in state.items()
+            }
+        for group, rate in zip(self.param_groups, rates, strict=True):
+            if torch.is_tensor(rate):
+                rate.copy_(torch.as_tensor(group["lr"]))
+                group["lr"] = rate
+        counts = torch.stack([self.state[p]["step"] for p in self.updates]).tolist()
+        self.updates = dict(zip(self.updates, map(int, counts), strict=True))
+
+    def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
+        """Return the norm of all gradients from that of these.
+
+        A process with a share of them replaces it (train/parallel/data_parallel.py).
+        """
+        return norm
+
+    def _compile_kernels(self) -> None:
         """Have the kernels compiled for what they will work on (kernels/common.py)."""
         with FakeTensorMode() as mode:
-            weights = [mode.from_tensor(p) for p in parameters]
-            gradients = weights  # a gradient is like its parameter
-            columns = [
-                [mode.from_tensor(self.state[p][name]) for p in parameters] for name in COLUMNS
+            groups = [
+                (group, [mode.from_tensor(p) for p in group["params"]])
+                for group in self.param_groups
             ]
-            number = torch.empty((), device=parameters[0].device)
+            # A gradient is like its parameter.
+            gradients = [weight for _, weights in groups for weight in weights]
+            number = torch.empty((), device=gradients[0].device)
             # A loss has a scale where weights are in fp16, and then a step may be skipped.
-            skip = number if parameters[0].dtype == torch.float16 else None
-            beta1, beta2 = self.defaults["betas"]
-            _norm_by_kernel(gradients)
-            _update_by_kernel(
-                weights,
-                gradients,
-                *columns,
-                step=number,
-                factor=number,
-                rate=number,
-                growth=number,
-                beta1=beta1,
-                beta2=beta2,
-                eps=self.defaults["eps"],
-                skip=skip,
-            )
+            skip = number if gradients[0].dtype == torch.float16 else None
+            if self.max_norm is not None:
+                _norm_by_kernel(gradients)
+            for group, weights in groups:
+                columns = [
+                    [mode.from_tensor(self.state[p][name]) for p in group["params"]]
+                    for name in COLUMNS
+                ]
+                beta1, beta2 = group["betas"]
+                _update_by_kernel(
+                    weights,
+                    weights,
+                    *columns,
+                    step=number,
+                    factor=number,
+                    rate=number,
+                    growth=number,
+                    shrink=number if group["weight_decay"] else None,
+                    beta1=beta1,
+                    beta2=beta2,
+                    eps=group["eps"],
+                    skip=skip,
+                )
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
-        """Update every parameter that has a gradient."""
-        (group,) = self.param_groups
-        parameters = [p for p in group["params"] if p.grad is not None]
-        gradients = [p.grad.contiguous() for p in parameters]
-        on_gpu = parameters[0].is_cuda
-        norm = self.global_norm(_norm_by_kernel(gradients) if on_gpu else _norm(gradients))
-        steps = [self.state[p]["step"] for p in parameters]
-        if self.grad_scale is None:
-            skip = None
-            factor = (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+    def step(self, closure: Callable[[], torch.Tensor] | None = None) -> torch.Tensor | None:
+        """Update every parameter that has a gradient; return the loss of a `closure`."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with_gradients = [p for p in self.updates if p.grad is not None]
+        if not with_gradients:
+            return loss
+        factor = self._factor([p.grad.contiguous() for p in with_gradients])
+        skip = getattr(self, "found_inf", None)
+        steps = [self.state[p]["step"] for p in with_gradients]
+        if skip is None:
             torch._foreach_add_(steps, 1)
         else:
-            skip = self.found_inf
-            factor = (self.max_norm / (norm / self.grad_scale + 1e-6)).clamp(max=1.0)
-            factor = factor / self.grad_scale
             # A tensor each: of one for all, PyTorch asks the device for its value, which a capture
             # forbids.
             torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
-        step = steps[0]  # all parameters are updated in every step
+        for group in self.param_groups:
+            by_count: dict[int, list[torch.Tensor]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    by_count.setdefault(self.updates[parameter], []).append(parameter)
+            for parameters in by_count.values():
+                self._update(group, parameters, factor, skip)
+        for parameter in with_gradients:
+            self.updates[parameter] += 1
+        return loss
+
+    def _factor(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return what takes the loss's scale off the gradients and clips them."""
+        scale = getattr(self, "grad_scale", None)
+        device = gradients[0].device
+        if self.max_norm is None:
+            return torch.ones((), device=device) if scale is None else 1.0 / scale
+        on_gpu = gradients[0].is_cuda
+        norm = self.global_norm(_norm_by_kernel(gradients) if on_gpu else _norm(gradients))
+        if scale is None:
+            return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
+        return (self.max_norm / (norm / scale + 1e-6)).clamp(max=1.0) / scale
+
+    def _update(self, group: dict, parameters: list[torch.Tensor], factor, skip) -> None:
+        """Update parameters of a group that have had equally many updates."""
+        gradients = [p.grad.contiguous() for p in parameters]
+        step = self.state[parameters[0]]["step"]
+        rate = torch.as_tensor(group["lr"], device=step.device)
         beta1, beta2 = group["betas"]
         scalars = {
             "step": step,
             "factor": factor,
-            "rate": group["lr"] / (1 - torch.pow(beta1, step)),
+            "rate": rate / (1 - torch.pow(beta1, step)),
             "growth": 1 / (1 - torch.pow(beta2, step)),
+            "shrink": 1 - rate * group["weight_decay"] if group["weight_decay"] else None,
             "beta1": beta1,
             "beta2": beta2,
             "eps": group["eps"],
             "skip": skip,
         }
         columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
-        if on_gpu:
+        if parameters[0].is_cuda:
             _update_by_kernel(parameters, gradients, *columns, **scalars)
             return
         for tensors in zip(parameters, gradients, *columns, strict=True):
             update(*tensors, **scalars)
+
+
+def _named(dtype: torch.dtype) -> str:
+    """Return the name of a type without its module."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _wrong_type(dtype: torch.dtype, known: set[torch.dtype]) -> str:
+    """Return the message for a parameter of another type than those that are known."""
+    if len(known) == 1:
+        (other,) = known
+        return (
+            f"MasterAdamW got parameters in {_named(other)} and in {_named(dtype)}: cast them all"
+        )
+    return (
+        "MasterAdamW keeps fp32 masters of weights in half precision, and these are in "
+        f"{_named(dtype)}: cast the model before, model.to(torch.bfloat16), "
+        "or take torch.optim.AdamW"
+    )
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -310,6 +442,7 @@ def update(
     factor,
     rate,
     growth,
+    shrink,
     beta1,
     beta2,
     eps,
@@ -318,7 +451,8 @@ def update(
     """Do AdamW on the tensors of one parameter, in place, for its gradient times `factor`.
 
     `rate` is the learning rate over the mean's correction, `growth` one over that of the square.
-    Where `skip` is a number other than 0, nothing changes.
+    Weight decay leaves the part `shrink` of the master, or all where that is None. Where `skip` is
+    a number other than 0, nothing changes.
     """
     gradient = gradient.float() * factor
     old_mean, old_square = read_moments(mean, square, scale)
@@ -326,7 +460,10 @@ def update(
     new_square = (old_square * beta2).addcmul(gradient, gradient, value=1 - beta2)
     new_scale = scale
     move = new_mean / ((new_square * growth).sqrt() + eps) * rate
-    new_weight, new_low = halves(master_of(weight, low) - move, weight.dtype)
+    master = master_of(weight, low)
+    if shrink is not None:
+        master = master * shrink
+    new_weight, new_low = halves(master - move, weight.dtype)
     if mean.dtype == torch.bfloat16:
         bits = random_bits(mean, first, step)
         new_mean = upper(new_mean, bits & 0xFFFF)
@@ -357,6 +494,7 @@ def _update_by_kernel(
     factor,
     rate,
     growth,
+    shrink,
     beta1,
     beta2,
     eps,
@@ -375,12 +513,14 @@ def _update_by_kernel(
             factor=factor,
             rate=rate,
             growth=growth,
+            shrink=step if shrink is None else shrink,
             skip=step if skip is None else skip,
             BETA1=beta1,
             BETA2=beta2,
             EPS=eps,
             FINER=FINER,
             GOLDEN=GOLDEN,
+            DECAYS=shrink is not None,
             SKIPS=skip is not None,
             MEAN_CUT=eight_bit.MEAN_CUT,
             ROOT_CUT=eight_bit.ROOT_CUT,
@@ -460,19 +600,24 @@ def adamw(
     factor,
     rate,
     growth,
+    shrink,
     skip,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
     FINER: tl.constexpr,
     GOLDEN: tl.constexpr,
+    DECAYS: tl.constexpr,
     SKIPS: tl.constexpr,
     MEAN_CUT: tl.constexpr,
     ROOT_CUT: tl.constexpr,
     COUNT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Do what `update` does to BLOCK elements of a parameter; without SKIPS `skip` is not read."""
+    """Do what `update` does to BLOCK elements of a parameter.
+
+    Without DECAYS `shrink` is not read, and without SKIPS `skip`.
+    """
     if SKIPS:  # noqa: SIM102  known when it is compiled
         if tl.load(skip) != 0.0:
             return
@@ -503,11 +648,17 @@ def adamw(
     move = mean / (tl.sqrt_rn(square * tl.load(growth)) + EPS) * tl.load(rate)
     if lows[0].dtype.element_ty == tl.int16:
         master_bits = weight.to(tl.int32, bitcast=True) + low.to(tl.int32)
-        master = master_bits.to(tl.float32, bitcast=True) - move
+        master = master_bits.to(tl.float32, bitcast=True)
+        if DECAYS:
+            master = master * tl.load(shrink)
+        master = master - move
         weight = upper_kernel(master, 0x8000)
         low = (master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)).to(tl.int16)
     else:
-        master = weight + low.to(tl.float32) / FINER - move
+        master = weight + low.to(tl.float32) / FINER
+        if DECAYS:
+            master = master * tl.load(shrink)
+        master = master - move
         weight = master.to(tl.float16).to(tl.float32)
         low = ((master - weight) * FINER).to(tl.float16)
     if CODED or means[0].dtype.element_ty == tl.bfloat16:

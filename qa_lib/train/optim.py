@@ -85,7 +85,7 @@ def _fused(model, parameters, rate) -> torch.optim.Optimizer:
 def _master(model, parameters, rate, moments=torch.float32) -> torch.optim.Optimizer:
     """Return AdamW over fp32 masters of half-precision weights (master_adamw.py)."""
     rate = torch.tensor(rate, device=parameters[0].device)
-    return MasterAdamW(parameters, rate, max_norm=CLIP, moments=moments)
+    return MasterAdamW(parameters, rate, weight_decay=0.0, max_norm=CLIP, moments=moments)
 
 
 def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:

@@ -296,9 +296,9 @@ def grouping_by_length():
     gain=Gain(adds="E-graph", over="E-adamw", than="compiled, packed, fused AdamW"),
 )
 def cuda_graph():
-    from qa_lib.train.cuda_graph import GraphedStep
+    from qa_lib.train.cuda_graph import CapturedStep
 
-    return [GraphedStep.__call__, GraphedStep._capture]
+    return [CapturedStep.__call__, CapturedStep._capture]
 
 
 @technique(

@@ -1,0 +1,316 @@
+"""What the techniques give in one's own training: `python -m qa_lib.own.bench --task pairs`.
+
+Ways to train the same model on the same samples are timed in turns, round after round, so that a
+card that grows warm or is shared with others does not favour one of them. Each measurement prints a
+line of JSON, and a table of medians comes last. Weights and tokens are random; the lengths are like
+those of the task's data, and a label is what a sample's first token says, so that losses fall.
+
+The ways, in BF16 where the device is a GPU:
+
+- loop: a plain loop, autocast, padded to the longest sample of the batch, PyTorch's fused AdamW;
+- trainer: transformers.Trainer with batches of like lengths and torch.compile;
+- speed_up: the plain loop on a model that was sped up;
+- packing: the plain loop on packed sequences, on a model that only takes them;
+- masters: both, with weights in bf16 and MasterAdamW;
+- all: that, as one CUDA graph;
+- fast-trainer: FastTrainer with all of it.
+"""
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+from torch.utils.data import DataLoader
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertConfig,
+    PreTrainedModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from qa_lib.own.graphed_step import GraphedStep
+from qa_lib.own.packed_model import Rooted, take_packed
+from qa_lib.own.packing import IGNORED, PackedCollator, pack
+from qa_lib.own.speed_up import speed_up
+from qa_lib.own.trainer import FastTrainer
+from qa_lib.train.master_adamw import MasterAdamW
+
+# The class of a task's models; median and spread of the logarithm of its samples' lengths, and the
+# longest: like MNLI's pairs of sentences, SQuAD's questions with their paragraphs, and the
+# sentences of CoNLL-2003.
+TASKS = {
+    "pairs": (AutoModelForSequenceClassification, 36, 0.45, 128),
+    "paragraphs": (AutoModelForSequenceClassification, 160, 0.35, 384),
+    "labels": (AutoModelForTokenClassification, 22, 0.6, 128),
+}
+SIZES = {
+    "base": BertConfig(num_labels=2),
+    "tiny": BertConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=2,
+    ),
+}
+RATE = 5e-5
+CLIP = 1.0
+FIRST_TOKEN = 10  # of random ones
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def drawn_samples(task: str, count: int, words: int) -> list[dict]:
+    """Return samples of a task, random but for lengths and labels."""
+    model_class, median, spread, longest = TASKS[task]
+    draw = np.random.default_rng(0)
+    lengths = np.exp(draw.normal(np.log(median), spread, count)).clip(3, longest).astype(int)
+    samples = []
+    for length in lengths:
+        ids = draw.integers(FIRST_TOKEN, words, length)
+        labels = ids % 2 if model_class is AutoModelForTokenClassification else ids[0] % 2
+        samples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return samples
+
+
+def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
+    """Return samples as a batch that is padded to the longest of them, as most collators do."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    for sample in samples:
+        length = len(sample["input_ids"])
+        missing = longest - length
+        labels = sample["labels"]
+        batch["input_ids"].append(sample["input_ids"] + [0] * missing)
+        batch["attention_mask"].append([1] * length + [0] * missing)
+        batch["labels"].append(labels + [IGNORED] * missing if isinstance(labels, list) else labels)
+    return {name: torch.tensor(rows) for name, rows in batch.items()}
+
+
+class Measured:
+    """The speed and the losses of a training from the step after `warm_up` on."""
+
+    def __init__(self, warm_up: int, batch: int):
+        self.warm_up = warm_up
+        self.batch = batch
+        self.steps = 0
+        self.losses = []
+
+    def step(self, loss: torch.Tensor | None = None) -> None:
+        """Count a step that has been done."""
+        self.steps += 1
+        if loss is not None:
+            self.losses.append(loss)
+        if self.steps == self.warm_up:
+            self.begun = self._now()
+
+    def result(self) -> dict:
+        """Return samples a second, the peak of memory, and mean losses of both ends."""
+        seconds = self._now() - self.begun
+        on_gpu = DEVICE.type == "cuda"
+        peak = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None
+        result = {
+            "samples_per_s": (self.steps - self.warm_up) * self.batch / seconds,
+            "reserved_gib": peak,
+        }
+        if self.losses:
+            losses = torch.stack(self.losses).float()
+            result["first_loss"] = losses[:10].mean().item()
+            result["last_loss"] = losses[-10:].mean().item()
+        return result
+
+    def _now(self) -> float:
+        """Return the time when the device has done all that it was given."""
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+# Loops of one's own.
+
+
+def plain_step(model: PreTrainedModel) -> Callable[[dict], torch.Tensor]:
+    """Return the step of the plain loop."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=DEVICE.type == "cuda")
+
+    def step(batch):
+        with torch.autocast(DEVICE.type, torch.bfloat16):
+            loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return step
+
+
+def master_step(model: PreTrainedModel, capture: bool) -> Callable[[dict], torch.Tensor]:
+    """Return the step with masters of the weights, captured if asked."""
+    optimizer = MasterAdamW(model.parameters(), lr=RATE, max_norm=CLIP)
+    return GraphedStep(model, optimizer, capture=capture)
+
+
+def timed_loop(step, loader: DataLoader, arguments: argparse.Namespace) -> dict:
+    """Return what a loop measures."""
+    measured = Measured(arguments.warm_up, arguments.batch)
+    for batch in repeated(loader, arguments.warm_up + arguments.steps):
+        batch = {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()}
+        measured.step(step(batch))
+    return measured.result()
+
+
+def repeated(loader: DataLoader, count: int) -> Iterator[dict]:
+    """Yield so many batches, over as many epochs as they take."""
+    while True:
+        for batch in loader:
+            if count == 0:
+                return
+            count -= 1
+            yield batch
+
+
+def loader_of(samples: list[dict], batch: int, is_packed: bool) -> DataLoader:
+    """Return the batches of an epoch after the other."""
+    options = {"pin_memory": DEVICE.type == "cuda", "num_workers": 2 * (DEVICE.type == "cuda")}
+    if is_packed:
+        rows = pack(samples, samples=batch, drop_last=True, say=quiet)
+        return DataLoader(rows, batch_size=None, collate_fn=PackedCollator(), **options)
+    return DataLoader(
+        samples, batch_size=batch, shuffle=True, drop_last=True, collate_fn=padded, **options
+    )
+
+
+def quiet(_: str) -> None:
+    """Say nothing."""
+
+
+# Trainers.
+
+
+class _Steps(TrainerCallback):
+    """Tells `measured` of each step."""
+
+    def __init__(self, measured: Measured):
+        self.measured = measured
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.measured.step()
+
+
+def timed_trainer(make: Callable, model: PreTrainedModel, samples, arguments, **options) -> dict:
+    """Return what a Trainer measures that `make` makes; `options` are of its arguments."""
+    measured = Measured(arguments.warm_up, arguments.batch)
+    with tempfile.TemporaryDirectory() as folder:
+        training = TrainingArguments(
+            folder,
+            max_steps=arguments.warm_up + arguments.steps,
+            per_device_train_batch_size=arguments.batch,
+            learning_rate=RATE,
+            max_grad_norm=CLIP,
+            bf16=True,
+            use_cpu=DEVICE.type == "cpu",
+            dataloader_drop_last=True,
+            dataloader_num_workers=2 * (DEVICE.type == "cuda"),
+            logging_strategy="no",
+            save_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **options,
+        )
+        trainer = make(
+            model,
+            training,
+            data_collator=padded,
+            train_dataset=samples,
+            callbacks=[_Steps(measured)],
+        )
+        trainer.remove_callback(PrinterCallback)
+        loss = trainer.train().training_loss
+    return measured.result() | {"mean_loss": loss}
+
+
+# The ways.
+
+
+def measure(way: str, arguments: argparse.Namespace) -> dict:
+    """Return the measurement of a way to train."""
+    torch.manual_seed(0)
+    config = SIZES[arguments.size]
+    config._attn_implementation = "sdpa"  # which an earlier way has changed
+    samples = drawn_samples(arguments.task, arguments.samples, config.vocab_size)
+    model = TASKS[arguments.task][0].from_config(config).to(DEVICE).train()
+    capture = DEVICE.type == "cuda"
+    if way == "trainer":
+        tuned = {"train_sampling_strategy": "group_by_length", "torch_compile": capture}
+        return timed_trainer(Trainer, model, samples, arguments, **tuned)
+    if way == "fast-trainer":
+
+        def make(*args, **options):
+            return FastTrainer(*args, cuda_graph=capture, say=quiet, **options)
+
+        return timed_trainer(make, model, samples, arguments)
+    if way == "packing":
+        take_packed(model, Rooted(model))
+    elif way != "loop":
+        speed_up(model, say=quiet)
+    if way in ("masters", "all"):
+        model.to(torch.bfloat16)
+        step = master_step(model, capture=capture and way == "all")
+    else:
+        step = plain_step(model)
+    is_packed = way not in ("loop", "speed_up")
+    return timed_loop(step, loader_of(samples, arguments.batch, is_packed), arguments)
+
+
+WAYS = ("loop", "trainer", "speed_up", "packing", "masters", "all", "fast-trainer")
+
+
+def parsed(words: list[str] | None) -> argparse.Namespace:
+    """Return the arguments of the command line."""
+    on_gpu = DEVICE.type == "cuda"
+    parser = argparse.ArgumentParser(description="Time ways to train a classifier, in turns.")
+    parser.add_argument("--task", choices=TASKS, default="pairs")
+    parser.add_argument("--size", choices=SIZES, default="base" if on_gpu else "tiny")
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--batch", type=int, default=32, help="samples in a step")
+    parser.add_argument("--samples", type=int, default=4096, help="in an epoch")
+    parser.add_argument("--steps", type=int, default=100, help="that are timed")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before these")
+    parser.add_argument("--rounds", type=int, default=3)
+    return parser.parse_args(words)
+
+
+def main(words: list[str] | None = None) -> None:
+    """Measure all ways in turns, and print each measurement and the medians."""
+    arguments = parsed(words)
+    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
+    speeds: dict[str, list[float]] = {way: [] for way in arguments.ways}
+    for number in range(arguments.rounds):
+        for way in arguments.ways:
+            torch._dynamo.reset()
+            if DEVICE.type == "cuda":
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+            result = measure(way, arguments)
+            speeds[way].append(result["samples_per_s"])
+            shown = {"task": arguments.task, "size": arguments.size, "device": device}
+            print(json.dumps(shown | {"way": way, "round": number} | result), flush=True)
+    first = statistics.median(speeds[arguments.ways[0]])
+    print(f"\n| way | samples/s | × {arguments.ways[0]} |\n| --- | ---: | ---: |")
+    for way, found in speeds.items():
+        median = statistics.median(found)
+        print(f"| {way} | {median:,.0f} | {median / first:.2f} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,208 @@
+"""A model of transformers that takes packed sequences and answers for each sample, with any head.
+
+The layers compute a packed sequence (data/packing.py says why). A head must not notice: it takes
+the first token of each sample, or a mean over each, or a loss over labels that are padded. So what
+the encoder hands to the head is laid out again as a padded batch, [samples, longest, width], with
+zeros for padding. Head, loss and outputs are then those of transformers, as for the padded batch. A
+span head alone needs more: its softmax is over the tokens of a sample, as in model/packed.py, where
+transformers' own would count the padding.
+
+All is done by hooks that keep nothing between calls, so that a model may be called twice before
+a backward pass, copied, checkpointed, compiled or wrapped. What a call needs goes through the model
+as keyword arguments, which transformers hands down to the attention kernel.
+
+The seeds of hash dropout (model/fused_blocks.py) go the same way. They are drawn anew in each call
+in training. A layer takes its own at its attention, which comes before all of its dropouts and is
+computed again under gradient checkpointing, with the arguments of its call.
+"""
+
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from transformers.modeling_outputs import ModelOutput
+
+from qa_lib.errors import UserError
+from qa_lib.model.architectures import encoder_of, first_position, layers_of, max_positions
+from qa_lib.model.attention import QUICKEST, Segments
+from qa_lib.model.fused_blocks import HashDropout, drawn_seeds
+
+# The ignored targets of PyTorch's cross-entropy.
+IGNORED = -100
+
+
+class Rooted(nn.Module):
+    """The encoder of any model of transformers where model/architectures.py looks for it.
+
+    That table has the names of a model with a head. Here the encoder of a model with another head,
+    or with none, stands under the same name.
+    """
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.config = model.config
+        self.encoder_name = model.base_model_prefix
+        self.add_module(self.encoder_name, model.base_model)
+
+
+# Seeds.
+
+
+def draw_dropouts(root: Rooted) -> None:
+    """Have every call in training draw new seeds for the encoder's hash dropouts, in place."""
+    encoder = root.get_submodule(root.encoder_name)
+    in_layers = []
+    for layer in layers_of(root):
+        attention = layer.get_submodule(encoder_of(root).self_attention)
+        # In lists, so as not to be submodules; a copy of the model has lists of its own modules.
+        attention.layer_dropouts = _hash_dropouts(layer)
+        attention.first_seed = len(in_layers)
+        in_layers += attention.layer_dropouts
+        attention.register_forward_pre_hook(_take_seeds, with_kwargs=True)
+    encoder.layer_dropouts = in_layers
+    encoder.embedding_dropouts = [
+        module for module in _hash_dropouts(root) if module not in in_layers
+    ]
+    encoder.register_forward_pre_hook(_draw_seeds, with_kwargs=True)
+
+
+def _hash_dropouts(module: nn.Module) -> list[HashDropout]:
+    """Return the hash dropouts in a module."""
+    return [part for part in module.modules() if isinstance(part, HashDropout)]
+
+
+def _draw_seeds(encoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give the embeddings' dropouts new seeds, and the layers theirs as an argument `seeds`."""
+    dropouts = [*encoder.layer_dropouts, *encoder.embedding_dropouts]
+    if not encoder.training or not any(module.p for module in dropouts):
+        return args, kwargs
+    seeds = drawn_seeds(len(dropouts), dropouts[0].seed.device)
+    count = len(encoder.layer_dropouts)
+    for module, seed in zip(encoder.embedding_dropouts, seeds[count:], strict=True):
+        module.seed = seed
+    return args, kwargs | {"seeds": seeds[:count]}
+
+
+def _take_seeds(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give the dropouts of this attention's layer their seeds."""
+    kwargs = dict(kwargs)
+    seeds = kwargs.pop("seeds", None)
+    if seeds is not None:
+        dropouts = attention.layer_dropouts
+        begin = attention.first_seed
+        for module, seed in zip(dropouts, seeds[begin : begin + len(dropouts)], strict=True):
+            # Another tensor: the backward pass of an earlier call may need the old one yet.
+            module.seed = seed
+    return args, kwargs
+
+
+# Packed sequences.
+
+
+def take_packed(model: nn.Module, root: Rooted) -> None:
+    """Have a model take what PackedCollator gives as well as padded batches, in place."""
+    model.set_attn_implementation(QUICKEST)
+    encoder = root.get_submodule(root.encoder_name)
+    encoder.register_forward_pre_hook(_enter, with_kwargs=True)
+    encoder.register_forward_hook(_leave, with_kwargs=True)
+    if type(model).__name__.endswith("ForQuestionAnswering"):
+        model.register_forward_hook(_score_spans, with_kwargs=True)
+
+
+def refuse_packed(encoder: nn.Module, why: str) -> None:
+    """Have an encoder refuse packed sequences in one line, in place."""
+    encoder.register_forward_pre_hook(partial(_refuse, why), with_kwargs=True)
+
+
+def _refuse(why: str, encoder: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Raise UserError for a packed sequence."""
+    if kwargs.get("cu_seqlens") is not None:
+        raise UserError(f"this model takes no packed sequences: {why}")
+
+
+def _enter(encoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Hand the segments of a packed sequence to the layers; leave a padded batch as it is."""
+    if kwargs.get("cu_seqlens") is None:
+        return args, kwargs
+    kwargs = dict(kwargs)
+    cu_seqlens = kwargs.pop("cu_seqlens")
+    sample_mask = kwargs.get("attention_mask")
+    if sample_mask is None or kwargs.get("position_ids") is None:
+        raise UserError(
+            "cu_seqlens without attention_mask and position_ids: hand the model all that "
+            "PackedCollator gives, model(**batch)"
+        )
+    if kwargs.get("return_dict") is False:
+        raise UserError("packed sequences need return_dict=True")
+    longest = sample_mask.shape[1]
+    most = max_positions(encoder.config)
+    if longest > most:
+        raise UserError(
+            f"samples of up to {longest} tokens, and the model has {most} positions: "
+            f"cut them, tokenizer(..., truncation=True, max_length={most})"
+        )
+    # A model with several kinds of layers makes a mask for each, of all tokens by all, unless it is
+    # given them.
+    kinds = getattr(encoder.config, "layer_types", None) or ()
+    kwargs["attention_mask"] = dict.fromkeys(kinds) or None
+    kwargs["position_ids"] = kwargs["position_ids"] + first_position(encoder.config)
+    kwargs["segments"] = Segments(cu_seqlens, [longest])
+    kwargs["sample_mask"] = sample_mask
+    return args, kwargs
+
+
+def _leave(encoder: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
+    """Lay the hidden states of a packed sequence out as a padded batch, and pool them again."""
+    segments = kwargs.get("segments")
+    if segments is None:
+        return output
+    sample_mask = kwargs["sample_mask"]
+    output.last_hidden_state = padded(output.last_hidden_state, segments.cu_seqlens, sample_mask)
+    if output.hidden_states is not None:
+        output.hidden_states = tuple(
+            padded(hidden, segments.cu_seqlens, sample_mask) for hidden in output.hidden_states
+        )
+    if getattr(encoder, "pooler", None) is not None:
+        output.pooler_output = encoder.pooler(output.last_hidden_state)
+    return output
+
+
+def padded(
+    hidden: torch.Tensor, cu_seqlens: torch.Tensor, sample_mask: torch.Tensor
+) -> torch.Tensor:
+    """Return hidden states [1, tokens, width] as a padded batch [samples, longest, width].
+
+    Samples begin at the first of `cu_seqlens`. The mask [samples, longest] is 0 for padding, whose
+    hidden states are zeros.
+    """
+    samples, longest = sample_mask.shape
+    begin = cu_seqlens[:samples, None]
+    place = begin + torch.arange(longest, device=hidden.device)
+    place = place.clamp(max=hidden.shape[1] - 1)
+    # The backward pass of `index_select` adds where that of an index would sort.
+    rows = hidden[0].index_select(0, place.flatten()).view(samples, longest, -1)
+    return rows.masked_fill(sample_mask[..., None] == 0, 0.0)
+
+
+def _score_spans(model: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:
+    """Take the padding out of a span head's softmax, whose logits are -inf there."""
+    if kwargs.get("cu_seqlens") is None:
+        return output
+    sample_mask = kwargs["attention_mask"]
+    is_padding = sample_mask == 0
+    output.start_logits = output.start_logits.masked_fill(is_padding, -torch.inf)
+    output.end_logits = output.end_logits.masked_fill(is_padding, -torch.inf)
+    if output.loss is not None:
+        lengths = sample_mask.sum(1)
+        start_loss = _span_loss(output.start_logits, kwargs["start_positions"], lengths)
+        end_loss = _span_loss(output.end_logits, kwargs["end_positions"], lengths)
+        output.loss = (start_loss + end_loss) / 2
+    return output
+
+
+def _span_loss(logits, positions, lengths) -> torch.Tensor:
+    """Return the mean cross-entropy of `positions` [samples]; those beyond a sample are ignored."""
+    targets = positions.flatten()
+    targets = torch.where((targets < 0) | (targets >= lengths), IGNORED, targets)
+    return F.cross_entropy(logits.float(), targets, ignore_index=IGNORED)

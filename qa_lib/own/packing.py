@@ -1,0 +1,355 @@
+"""Packing for any data: token ids in, packed sequences out, for models after `speed_up`.
+
+`pack` deals the samples of a dataset to packed sequences of one length (data/packing.py says why,
+and how they are dealt), as many to each, so that the mean of a loss is over as many samples in
+every step. PackedCollator makes a model's inputs of one of them, or of any list of samples. What a
+head then returns, own/packed_model.py lays out for each sample.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from qa_lib.calls import checked
+from qa_lib.data.packing import ALIGN, DEALT_TOGETHER, deal, round_up, segment_ends
+from qa_lib.errors import UserError
+
+# Columns of a sample: one number for each token, and one for the sample.
+PER_TOKEN = ("input_ids", "token_type_ids")
+PER_SAMPLE = ("start_positions", "end_positions")
+LABELS = ("labels", "label", "label_ids")  # names of one column, of which models know the first
+IGNORED = -100  # the label of padding, which losses leave out
+# Spans of samples that are dealt by themselves, so that few samples too are dealt otherwise in each
+# epoch; each gives at least so many packed sequences.
+SPANS = 4
+LEAST_SPAN = 16
+SPARE = 1.01  # the length of packed sequences, over the first epoch's fullest
+TRIES = 4  # dealings of an epoch, until one fits
+# Samples that all have the length of the longest may have been cut there: at least this share of
+# all, and so many times as many as have each length just below.
+CUT_SHARE = 0.01
+CUT_TIMES = 5
+CUT_BELOW = 10
+
+
+class PackedSequence(NamedTuple):
+    """The samples of a packed sequence, and its shape, which PackedCollator gives it."""
+
+    samples: list[dict]
+    tokens: int
+    """Of the sequence, padding included."""
+    longest: int
+    """The most tokens that any sample of the dataset has."""
+
+
+class PackedDataset(Dataset):
+    """A dataset whose items are PackedSequences of another one's samples; `pack` makes it.
+
+    `tokens`, `samples` and `longest` are what each packed sequence has: its length, how many
+    samples, and the most tokens of one. `fill` is the share of tokens that are no padding.
+    """
+
+    def __init__(
+        self,
+        dataset,
+        lengths: np.ndarray,
+        tokens: int | None,
+        samples: int | None,
+        seed: int,
+        drop_last: bool,
+    ):
+        self.dataset = dataset
+        self.lengths = lengths
+        self.longest = int(lengths.max())
+        self.seed = seed
+        self.drop_last = drop_last
+        if samples is None:
+            self.samples = self._most_samples(tokens)
+        else:
+            self.samples = min(samples, len(lengths))
+        self.first = self._dealt(0, 0)
+        fullest = max(lengths[row].sum() for row in self.first)
+        self.tokens = int(round_up(int(fullest * SPARE), ALIGN))
+        if tokens is not None:
+            self.tokens = min(self.tokens, tokens)
+        self.rows = self.first
+        self.fill = lengths[np.concatenate(self.rows)].sum() / (len(self.rows) * self.tokens)
+
+    def _most_samples(self, tokens: int) -> int:
+        """Return the most samples of which as many fit into every sequence of so many tokens."""
+        most = min(int(tokens // self.lengths.mean()), len(self.lengths))
+        for samples in range(most, 1, -1):
+            self.samples = samples
+            if self._fits(self._dealt(0, 0), tokens):
+                return samples
+        return 1
+
+    def _dealt(self, epoch: int, attempt: int) -> list[np.ndarray]:
+        """Return the numbers of the samples of each packed sequence, in random order."""
+        draw = np.random.default_rng([self.seed, epoch, attempt])
+        order = draw.permutation(len(self.lengths))
+        full = len(order) // self.samples
+        groups = order[: full * self.samples].reshape(full, self.samples)
+        together = np.clip(full // SPANS, LEAST_SPAN, DEALT_TOGETHER)
+        rows = []
+        for span in np.array_split(groups, max(1, full // together)):
+            rows += list(deal(span.ravel(), self.lengths, self.samples))
+        rows = [rows[number] for number in draw.permutation(full)]
+        rest = order[full * self.samples :]
+        if len(rest) and not self.drop_last:
+            rows.append(rest)
+        return rows
+
+    def _fits(self, rows: list[np.ndarray], tokens: int) -> bool:
+        """Return whether all packed sequences have at most so many tokens."""
+        return all(self.lengths[row].sum() <= tokens for row in rows)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Deal the samples anew for an epoch, as its number and the seed have it.
+
+        The number of packed sequences and their shape stay. Where several dealings do not fit into
+        it, the packed sequences are those of the first epoch.
+        """
+        for attempt in range(TRIES):
+            self.rows = self._dealt(epoch, attempt)
+            if self._fits(self.rows, self.tokens):
+                return
+        self.rows = self.first
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, number: int) -> PackedSequence:
+        numbers = self.rows[number].tolist()
+        if hasattr(self.dataset, "__getitems__"):  # all in one look-up
+            samples = self.dataset.__getitems__(numbers)
+        else:
+            samples = [self.dataset[number] for number in numbers]
+        return PackedSequence(samples, self.tokens, self.longest)
+
+
+@checked
+def pack(
+    dataset: Sequence[dict],
+    tokens: int | None = None,
+    samples: int | None = None,
+    seed: int = 0,
+    drop_last: bool = False,
+    say: Callable[[str], None] = print,
+) -> PackedDataset:
+    """Deal the samples of a dataset to packed sequences of one length; return these as a dataset.
+
+    `dataset` is one of `datasets`, one of PyTorch or a list. Its samples are dicts: `input_ids`, a
+    list of whole numbers without padding, and what else the model takes (PackedCollator says what).
+    A packed sequence has at most `tokens` tokens, and as many samples as fit into each; or it has
+    `samples` samples, and as many tokens as they need. The last one has what is left over, unless
+    it is to be left out (`drop_last`). Its length is a multiple of 64 where it can be. Samples are
+    dealt anew by `set_epoch(number)`, from `seed`. `say` takes a line on what came out.
+
+    Raises UserError, which names the sample, where one is empty, has no labels though the first
+    has, or is longer than a packed sequence; no sample is ever cut.
+
+        from torch.utils.data import DataLoader
+        from qa_lib import PackedCollator, pack
+
+        rows = pack(tokenized, tokens=4096)
+        loader = DataLoader(rows, batch_size=None, shuffle=True, collate_fn=PackedCollator())
+        for batch in loader:
+            loss = model(**batch).loss
+    """
+    if (tokens is None) == (samples is None):
+        raise UserError("pack takes either tokens=4096 or samples=32: how long, or how many")
+    for name, value in (("tokens", tokens), ("samples", samples)):
+        if value is not None and (type(value) is not int or value < 1):
+            raise UserError(f"{name} is {value!r}: give a whole number, 1 or more")
+    lengths = _lengths(dataset)
+    if tokens is not None and lengths.max() > tokens:
+        number = int(lengths.argmax())
+        raise UserError(
+            f"sample {number} has {lengths[number]} tokens, and a packed sequence {tokens}: "
+            f"pack(tokens={round_up(int(lengths[number]), ALIGN)}) or more, or cut it, "
+            f"tokenizer(..., truncation=True, max_length={tokens})"
+        )
+    packed = PackedDataset(dataset, lengths, tokens, samples, seed, drop_last)
+    say(
+        f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
+        f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full"
+    )
+    cut = _perhaps_cut(lengths)
+    if cut:
+        say(
+            f"{cut:,} of {len(lengths):,} samples have exactly {lengths.max():,} tokens, "
+            "as many as no length below: the tokenizer may have cut them"
+        )
+    return packed
+
+
+def _lengths(dataset) -> np.ndarray:
+    """Return how many tokens each sample has, int64; raise UserError for what cannot be trained."""
+    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+        raise UserError(
+            f"a {type(dataset).__name__} cannot be packed ahead, its length is not known: "
+            "DataLoader(dataset, batch_size=32, collate_fn=PackedCollator())"
+        )
+    if len(dataset) == 0:
+        raise UserError("the dataset is empty: there is nothing to pack")
+    columns = getattr(dataset, "column_names", None)
+    if columns is None:
+        samples = [dataset[number] for number in range(len(dataset))]
+        columns = list(samples[0])
+        for number, sample in enumerate(samples):
+            for name in columns:
+                if name not in sample:
+                    raise UserError(f"sample {number} has no {name}, which the first one has")
+        values = {name: [sample[name] for sample in samples] for name in columns}
+    else:
+        values = dataset
+    if "input_ids" not in columns:
+        raise UserError(f"samples have no input_ids, only {', '.join(columns)}: tokenize them")
+    for name in (*LABELS, *PER_SAMPLE):
+        if name in columns:
+            without = [number for number, label in enumerate(values[name]) if label is None]
+            if without:
+                raise UserError(
+                    f"sample {without[0]} has no {name}, nor have {len(without) - 1} others: "
+                    "leave them out before packing"
+                )
+    lengths = np.array([len(ids) for ids in values["input_ids"]], dtype=np.int64)
+    if not lengths.all():
+        empty = np.flatnonzero(lengths == 0)
+        raise UserError(
+            f"sample {empty[0]} is empty, and so are {len(empty) - 1} others: "
+            "leave them out before packing"
+        )
+    return lengths
+
+
+def _perhaps_cut(lengths: np.ndarray) -> int:
+    """Return how many samples have the length of the longest, if they seem to have been cut."""
+    counts = np.bincount(lengths)
+    at_most = int(counts[-1])
+    below = counts[:-1][-CUT_BELOW:].mean()
+    many = at_most > CUT_SHARE * len(lengths) and at_most > CUT_TIMES * max(below, 1)
+    return at_most if many and at_most < len(lengths) else 0
+
+
+class PackedCollator:
+    """Makes a model's inputs of samples, which become one packed sequence.
+
+    It takes an item of `pack(...)`, or a list of samples: as a Trainer's data_collator, or a
+    DataLoader's collate_fn, with any dataset and sampler. Packed sequences then have `tokens`
+    tokens, or as many as the samples need, a multiple of 64.
+
+    Of a sample it takes `input_ids` and `token_type_ids`; `labels` (or `label`), a number, a list
+    of real numbers for the sample, or a list of whole numbers, one for each token; and
+    `start_positions` and `end_positions`. It leaves out other columns. The result is a dict of
+    tensors on the CPU:
+
+    - `input_ids`, `position_ids` and `token_type_ids`, int64 [1, tokens];
+    - `cu_seqlens`, int32 [segments + 1]: 0, then where each sample ends, then the padding's ends;
+    - `attention_mask`, int64 [samples, longest], which is 1 for tokens: of what the head gets;
+    - `labels` and positions as for padded batches of `longest` tokens: [samples],
+      [samples, labels], or [samples, longest] with -100 for padding.
+
+    A call of the model returns for each sample what a padded batch would.
+    """
+
+    def __init__(self, tokens: int | None = None):
+        self.tokens = tokens
+
+    def __call__(self, samples: PackedSequence | list) -> dict[str, torch.Tensor]:
+        """Return the inputs; raise UserError, which names the sample, where one is amiss."""
+        tokens = self.tokens
+        longest = None
+        if isinstance(samples, list) and isinstance(samples[0], PackedSequence):
+            if len(samples) > 1:
+                raise UserError(
+                    f"{len(samples)} packed sequences in a batch: one is a batch already, "
+                    "DataLoader(..., batch_size=None), or 1 for a Trainer"
+                )
+            (samples,) = samples
+        if isinstance(samples, PackedSequence):
+            samples, tokens, longest = samples
+        lengths = np.array([len(sample["input_ids"]) for sample in samples])
+        _check_samples(samples, lengths)
+        longest = longest or int(lengths.max())
+        total = int(lengths.sum())
+        tokens = tokens or int(round_up(total, ALIGN))
+        if total > tokens:
+            raise UserError(
+                f"{len(samples)} samples have {total} tokens, and a packed sequence {tokens}: "
+                "take fewer samples, or pack(dataset, tokens=...), which counts them"
+            )
+        return _inputs(samples, lengths, tokens, longest)
+
+
+def _check_samples(samples: list[dict], lengths: np.ndarray) -> None:
+    """Raise UserError for samples that are empty, padded, or have no labels where others have."""
+    names = set().union(*samples) & {*LABELS, *PER_SAMPLE, *PER_TOKEN}
+    for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
+        if length == 0:
+            raise UserError(f"sample {number} of the batch is empty: leave it out")
+        for name in names:
+            if sample.get(name) is None:
+                raise UserError(f"sample {number} of the batch has no {name}, and others have")
+        if "attention_mask" in sample and not all(sample["attention_mask"]):
+            raise UserError(
+                f"sample {number} of the batch is padded: tokenize without padding=..., "
+                "which packing makes needless"
+            )
+
+
+def _inputs(samples, lengths, tokens: int, longest: int) -> dict[str, torch.Tensor]:
+    """Return what PackedCollator says."""
+    inputs = {}
+    for name in PER_TOKEN:
+        if name in samples[0]:
+            inputs[name] = _packed([sample[name] for sample in samples], name, lengths, tokens)
+    inputs["position_ids"] = _packed(
+        [np.arange(length) for length in lengths], "position_ids", lengths, tokens
+    )
+    padding_segments = -(-tokens // longest)
+    cu_seqlens = segment_ends(lengths, tokens, padding_segments, longest)
+    inputs["cu_seqlens"] = torch.from_numpy(cu_seqlens.astype(np.int32))
+    mask = np.arange(longest) < lengths[:, None]
+    inputs["attention_mask"] = torch.from_numpy(mask.astype(np.int64))
+    for name in PER_SAMPLE:
+        if name in samples[0]:
+            inputs[name] = torch.tensor([int(sample[name]) for sample in samples])
+    for name in LABELS:
+        if name in samples[0]:
+            inputs["labels"] = _labels([sample[name] for sample in samples], lengths, longest)
+            break
+    return inputs
+
+
+def _packed(columns: list, name: str, lengths: np.ndarray, tokens: int) -> torch.Tensor:
+    """Return the numbers of all samples' tokens, one after the other, int64 [1, tokens]."""
+    for number, (column, length) in enumerate(zip(columns, lengths, strict=True)):
+        if len(column) != length:
+            raise UserError(
+                f"sample {number} of the batch has {len(column)} {name} for {length} tokens"
+            )
+    packed = np.zeros((1, tokens), dtype=np.int64)
+    packed[0, : lengths.sum()] = np.concatenate([np.asarray(column) for column in columns])
+    return torch.from_numpy(packed)
+
+
+def _labels(labels: list, lengths: np.ndarray, longest: int) -> torch.Tensor:
+    """Return labels of samples, or of their tokens as for padded batches."""
+    arrays = [np.asarray(label) for label in labels]
+    is_real = np.issubdtype(arrays[0].dtype, np.floating)
+    if arrays[0].ndim == 0 or is_real:
+        stacked = torch.from_numpy(np.stack(arrays))
+        return stacked.float() if is_real else stacked.long()
+    padded = np.full((len(labels), longest), IGNORED, dtype=np.int64)
+    for number, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
+        if len(array) != length:
+            raise UserError(
+                f"sample {number} of the batch has {len(array)} labels for {length} tokens"
+            )
+        padded[number, :length] = array
+    return torch.from_numpy(padded)

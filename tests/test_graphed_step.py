@@ -1,0 +1,153 @@
+"""The step of one's own loop is the plain loop's; what cannot be captured is refused."""
+
+import pytest
+import torch
+
+from qa_lib.own.graphed_step import GraphedStep, check_capture, rates_on_device
+from qa_lib.own.packing import PackedCollator, pack
+from qa_lib.own.speed_up import speed_up
+from qa_lib.train.master_adamw import MasterAdamW
+from tests.kernels import DEVICE
+from tests.material import refused
+from tests.own import drawn_samples, quiet, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+on_a_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
+
+
+def batches(count: int) -> list[dict]:
+    """Packed batches of one shape."""
+    rows = pack(drawn_samples("sequences", 16 * count), samples=16, drop_last=True, say=quiet)
+    collate = PackedCollator()
+    return [
+        {name: tensor.to(DEVICE) for name, tensor in collate(rows[number]).items()}
+        for number in range(count)
+    ]
+
+
+def a_model(**options):
+    return speed_up(tiny_model(**options), say=quiet).to(DEVICE).train()
+
+
+def plain_losses(model, optimizer, data) -> list[float]:
+    losses = []
+    for batch in data:
+        loss = model(**batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def graphed_losses(model, optimizer, data, capture: bool) -> list[float]:
+    step = GraphedStep(model, optimizer, max_norm=1.0, capture=capture)
+    return [step(batch).item() for batch in data]
+
+
+def test_uncaptured_it_is_the_plain_loop():
+    data = batches(6)
+    model = a_model()
+    expected = plain_losses(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data)
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert graphed_losses(model, optimizer, data, capture=False) == expected
+
+
+@on_a_gpu
+def test_captured_it_is_the_plain_loop():
+    data = batches(8)
+    model = a_model().bfloat16()
+    expected = plain_losses(model, MasterAdamW(model.parameters(), lr=1e-3), data)
+    model = a_model().bfloat16()
+    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
+    losses = graphed_losses(model, optimizer, data, capture=True)
+    assert losses == pytest.approx(expected, abs=1e-2)
+
+
+@on_a_gpu
+def test_a_schedule_and_dropout_go_on_after_the_capture():
+    model = a_model(drops=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, capturable=True)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: float(step < 6))
+    step = GraphedStep(model, optimizer)
+    (batch,) = batches(1)
+    weights = []
+    losses = []
+    for _ in range(9):
+        losses.append(step(batch).item())
+        schedule.step()
+        weights.append(model.classifier.weight.detach().clone())
+    assert len(set(losses)) == 9
+    assert not torch.equal(weights[4], weights[5])
+    assert torch.equal(weights[6], weights[8]), "the rate is 0"
+
+
+def test_a_loss_of_ones_own_is_taken():
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    (batch,) = batches(1)
+    step = GraphedStep(model, optimizer, loss=lambda m, b: m(**b).loss * 0 + 7, capture=False)
+    assert step(batch) == 7
+
+
+def test_capturing_on_a_cpu_is_refused_in_one_line():
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    refused(
+        r"a step is captured on CUDA alone, and the model is on cpu: .*\(capture=False\)",
+        GraphedStep,
+        model,
+        optimizer,
+    )
+
+
+PARAMETERS = [torch.nn.Parameter(torch.ones(2))]
+UNCAPTURABLE = [
+    (
+        torch.optim.AdamW(PARAMETERS),
+        r"AdamW counts its steps on the host, .*: AdamW\(\.\.\., capturable=True\), or MasterAdamW",
+    ),
+    (torch.optim.SGD(PARAMETERS), "SGD cannot be captured: take AdamW"),
+]
+
+
+@pytest.mark.parametrize(("optimizer", "said"), UNCAPTURABLE)
+def test_an_optimizer_that_cannot_be_captured_is_refused(optimizer, said):
+    refused(said, check_capture, torch.device("cuda"), optimizer)
+
+
+def test_optimizers_that_can_be_captured_are_taken():
+    halves = [torch.nn.Parameter(torch.ones(2).bfloat16())]
+    check_capture(torch.device("cuda"), MasterAdamW(halves))
+    check_capture(torch.device("cuda"), torch.optim.AdamW(PARAMETERS, capturable=True))
+
+
+def test_rates_become_tensors_that_schedulers_write_into():
+    optimizer = torch.optim.AdamW(PARAMETERS, lr=0.5)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    (rate,) = rates_on_device(optimizer, torch.device("cpu"))
+    PARAMETERS[0].grad = torch.ones(2)
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate == 0.25
+
+
+def a_step():
+    model = a_model()
+    return GraphedStep(model, torch.optim.AdamW(model.parameters()), capture=False)
+
+
+def test_a_batch_of_another_shape_is_refused():
+    step = a_step()
+    (batch,) = batches(1)
+    step(batch)
+    other = batch | {"labels": batch["labels"][:3]}
+    refused(r"labels of the batch has shape \(3,\), and in the first batch \(16,\)", step, other)
+
+
+def test_a_batch_that_has_no_tensors_is_refused():
+    (batch,) = batches(1)
+    refused("texts of the batch is a list, and the model is on", a_step(), batch | {"texts": []})

@@ -1,0 +1,124 @@
+"""Whoever uses the techniques in their own code: the page, the notebook, docstrings, the bench."""
+
+import inspect
+import json
+import re
+import textwrap
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+import qa_lib
+from qa_lib.own import bench
+from qa_lib.own.packing import PackedCollator, pack
+from tests.material import ROOT
+from tests.own import drawn_samples, quiet, tiny_model
+from tests.test_notebooks import names, run_here
+from tests.tiny import checkpoint
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PAGE = (ROOT / "docs" / "own-code.md").read_text(encoding="utf-8")
+OWN = ("speed_up", "pack", "PackedCollator", "MasterAdamW", "GraphedStep", "FastTrainer")
+
+
+@pytest.fixture
+def beside_a_model(tmp_path, monkeypatch):
+    """A current folder that has a model in `my-bert`."""
+    checkpoint("bert", tmp_path / "my-bert")
+    monkeypatch.chdir(tmp_path)
+
+
+def loop_and_trainer() -> list[str]:
+    return re.findall(r"```python\n(.*?)```", PAGE, re.S)
+
+
+@pytest.mark.usefixtures("beside_a_model")
+def test_the_pages_loop_runs_and_learns(capsys):
+    loop, _ = loop_and_trainer()
+    exec(loop, {})
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].startswith("BertForSequenceClassification: fused QKV")
+    losses = [float(line.split()[1]) for line in said[-3:]]
+    assert losses[2] < losses[0]
+    AutoModelForSequenceClassification.from_pretrained("my-classifier")
+
+
+@pytest.mark.usefixtures("beside_a_model")
+def test_the_pages_trainer_runs():
+    _, trainer = loop_and_trainer()
+    exec(trainer, {})
+    AutoModelForTokenClassification.from_pretrained("my-labels/last")
+
+
+def test_the_page_names_every_piece():
+    for name in OWN:
+        assert f"`{name}" in PAGE
+
+
+def example_of(name: str) -> str | None:
+    """The lines of a docstring from its first import on, if it has an example."""
+    text = inspect.getdoc(getattr(qa_lib, name))
+    found = re.search(r"\n\n((?:    .*\n?|\n)+)$", text)
+    return textwrap.dedent(found[1]) if found else None
+
+
+def test_all_but_the_collator_have_an_example():
+    assert [name for name in OWN if example_of(name) is None] == ["PackedCollator"]
+
+
+@pytest.mark.usefixtures("beside_a_model")
+@pytest.mark.parametrize("name", [name for name in OWN if example_of(name)])
+def test_a_docstrings_example_runs(name):
+    samples = drawn_samples("sequences", 8)
+    model = tiny_model()
+    if name != "FastTrainer":
+        qa_lib.speed_up(model, say=quiet)
+    rows = pack(samples, samples=4, say=quiet)
+    loader = [PackedCollator()(rows[number]) for number in range(2)]
+    exec(example_of(name), {"model": model, "tokenized": samples, "loader": loader})
+
+
+def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    run_here("notebooks/own_loop.ipynb", batch=8, steps=2, warm_up=1)
+    results = names()["results"]
+    ways = ["plain loop", "speed_up", "and packed", "and masters", "and a graph"]
+    assert list(results) == ways
+    assert results["plain loop"]["padding"] > results["and packed"]["padding"]
+    assert all(0.5 < result["last_loss"] < 0.9 for result in results.values())
+    losses = names()["losses"]
+    assert losses["FastTrainer"] == pytest.approx(losses["Trainer"], abs=0.05)
+    assert list(names()["table"].columns)[:2] == ["padding", "loss at the end"]
+
+
+def test_the_bench_times_every_way_in_turns(capsys):
+    words = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways all loop"
+    bench.main(words.split())
+    lines = capsys.readouterr().out.splitlines()
+    measured = [json.loads(line) for line in lines[:4]]
+    assert [(line["round"], line["way"]) for line in measured] == [
+        (0, "all"),
+        (0, "loop"),
+        (1, "all"),
+        (1, "loop"),
+    ]
+    assert all(line["samples_per_s"] > 0 for line in measured)
+    assert lines[-2].startswith("| all | ")
+
+
+@pytest.mark.parametrize("way", ["trainer", "fast-trainer"])
+def test_the_bench_times_trainers(way):
+    words = f"--batch 4 --samples 16 --steps 1 --warm-up 1 --ways {way}"
+    assert bench.measure(way, bench.parsed(words.split()))["samples_per_s"] > 0
+
+
+@pytest.mark.parametrize("task", bench.TASKS)
+def test_the_benchs_samples_have_labels_that_can_be_learnt(task):
+    samples = bench.drawn_samples(task, 20, 100)
+    for sample in samples:
+        first = sample["labels"][0] if task == "labels" else sample["labels"]
+        assert first == sample["input_ids"][0] % 2
+    assert torch.equal(
+        bench.padded(samples)["input_ids"][0][:3], torch.tensor(samples[0]["input_ids"][:3])
+    )

@@ -1,0 +1,244 @@
+"""Any dataset packed: what a model answers for each sample, full sequences, and what is refused."""
+
+import pytest
+import torch
+from datasets import Dataset
+from torch.utils.data import DataLoader
+
+from qa_lib.own.packing import PackedCollator, pack
+from qa_lib.own.speed_up import KINDS, speed_up
+from tests.material import refused
+from tests.own import HEADS, LENGTHS, drawn_samples, quiet, tiny_model
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def packed(dataset, say=quiet, **options):
+    return pack(dataset, say=say, **{"tokens": 256} | options)
+
+
+def outputs_of(model, samples: list[dict]) -> list[torch.Tensor]:
+    """What a model returns for each sample alone, padded by nothing."""
+    outputs = []
+    for sample in samples:
+        output = model(input_ids=torch.tensor([sample["input_ids"]]))
+        outputs.append([output[name][0] for name in PER_SAMPLE if output.get(name) is not None])
+    return outputs
+
+
+PER_SAMPLE = ("logits", "start_logits", "end_logits", "last_hidden_state", "pooler_output")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_returns_for_each_sample_what_it_would_alone(kind, head):
+    """One of the samples is one token, and the last packed sequence is half full."""
+    model = tiny_model(kind, head)
+    samples = drawn_samples(head, 25)
+    expected = outputs_of(model, samples)
+    rows = packed(samples)
+    speed_up(model, say=quiet)
+    seen = 0
+    for row, numbers in enumerate(rows.rows):
+        output = model(**PackedCollator()(rows[row]))
+        found = [output[name] for name in PER_SAMPLE if output.get(name) is not None]
+        for place, number in enumerate(numbers):
+            for tensor, wanted in zip(found, expected[number], strict=True):
+                is_by_token = head != "sequences" and len(wanted) == len(
+                    samples[number]["input_ids"]
+                )
+                one = tensor[place, : len(wanted)] if is_by_token else tensor[place]
+                torch.testing.assert_close(one, wanted, atol=1e-5, rtol=0)
+            seen += 1
+    assert seen == len(samples)
+
+
+def test_the_hidden_states_of_all_layers_are_laid_out_for_each_sample():
+    model = speed_up(tiny_model(), say=quiet)
+    batch = PackedCollator()(drawn_samples("sequences", 5))
+    output = model(**batch, output_hidden_states=True)
+    assert len(output.hidden_states) == 3
+    assert {hidden.shape for hidden in output.hidden_states} == {(5, max(LENGTHS), 32)}
+
+
+def test_batches_of_a_dataset_of_a_list_and_of_a_loader_are_equal():
+    samples = drawn_samples("tokens")
+    rows = packed(samples)
+    of_a_dataset = packed(Dataset.from_list(samples))
+    loader = DataLoader(rows, batch_size=None, collate_fn=PackedCollator())
+    for number, batch in enumerate(loader):
+        again = PackedCollator()([of_a_dataset[number]])
+        assert batch.keys() == again.keys()
+        assert all(torch.equal(batch[name], again[name]) for name in batch)
+
+
+# Shapes.
+
+
+def shapes_of(batch) -> dict[str, tuple]:
+    return {name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+
+def test_full_sequences_have_one_shape_in_all_epochs():
+    rows = packed(drawn_samples("tokens", 200), drop_last=True)
+    seen = []
+    for epoch in range(3):
+        rows.set_epoch(epoch)
+        seen += [shapes_of(PackedCollator()(rows[number])) for number in range(len(rows))]
+    assert all(shapes == seen[0] for shapes in seen)
+
+
+def test_sequences_are_full():
+    rows = packed(drawn_samples("tokens", 420), tokens=1024)
+    assert rows.fill > 0.97
+    assert rows.tokens == 1024
+    assert rows.samples == 70
+
+
+def test_a_number_of_samples_may_be_asked_for():
+    rows = pack(drawn_samples("tokens", 64), samples=16, say=quiet)
+    assert [len(row.samples) for row in rows] == [16] * 4
+    assert rows.tokens % 64 == 0
+    assert rows.fill > 0.85
+
+
+def test_every_sample_is_in_each_epoch_once():
+    rows = packed(drawn_samples("tokens", 101))
+    seen = []
+    for epoch in range(2):
+        rows.set_epoch(epoch)
+        numbers = [number for row in rows.rows for number in row.tolist()]
+        assert sorted(numbers) == list(range(101))
+        seen.append(numbers)
+    assert seen[0] != seen[1]
+
+
+def test_what_is_left_over_may_be_left_out():
+    rows = packed(drawn_samples("tokens", 101), drop_last=True)
+    assert {len(row.samples) for row in rows} == {rows.samples}
+
+
+def test_a_sequence_that_is_as_long_as_its_only_sample():
+    rows = packed(drawn_samples("tokens", 3, lengths=(41,)), tokens=41)
+    assert [len(row.samples) for row in rows] == [1, 1, 1]
+    assert PackedCollator()(rows[0])["cu_seqlens"].tolist() == [0, 41, 41]
+
+
+def test_segments_are_no_longer_than_the_longest_sample():
+    batch = PackedCollator(tokens=256)(drawn_samples("tokens", 5))
+    lengths = batch["cu_seqlens"].diff()
+    assert lengths.sum() == 256
+    assert lengths.max() <= max(LENGTHS)
+
+
+# Labels.
+
+
+def test_labels_of_a_sample_may_be_several_real_numbers():
+    samples = [{"input_ids": [5, 6, 7], "labels": [0.0, 1.0, 1.0]} for _ in range(2)]
+    labels = PackedCollator()(samples)["labels"]
+    assert labels.tolist() == [[0.0, 1.0, 1.0]] * 2
+    assert labels.dtype == torch.float32
+
+
+def test_a_label_by_its_other_name_is_taken_and_other_columns_are_not():
+    batch = PackedCollator()([{"input_ids": [5, 6], "label": 1, "idx": 7, "text": "a b"}])
+    assert batch["labels"].tolist() == [1]
+    assert batch.keys() == {
+        "input_ids",
+        "position_ids",
+        "cu_seqlens",
+        "attention_mask",
+        "labels",
+    }
+
+
+def test_an_answer_beyond_its_sample_is_ignored():
+    model = speed_up(tiny_model("bert", "questions"), say=quiet)
+    samples = drawn_samples("questions", 3)
+    expected = model(**PackedCollator()(samples)).loss
+    beyond = {"input_ids": samples[2]["input_ids"], "start_positions": 9, "end_positions": 9}
+    loss = model(**PackedCollator()([*samples, beyond])).loss
+    assert loss.item() == pytest.approx(expected.item())
+
+
+# What is said.
+
+
+def test_a_line_says_what_came_out():
+    said = []
+    packed(drawn_samples("tokens", 420), say=said.append, tokens=1024)
+    assert said[0] == "420 samples in 6 packed sequences of 1,024 tokens, 70 in each, 98% full"
+
+
+def test_samples_that_may_have_been_cut_are_told():
+    said = []
+    samples = [{"input_ids": [5] * min(length, 60)} for length in range(10, 110)]
+    packed(samples, say=said.append)
+    assert said[1].startswith("50 of 100 samples have exactly 60 tokens, ")
+
+
+def test_samples_of_one_length_are_not_taken_for_cut():
+    said = []
+    packed([{"input_ids": [5] * 20} for _ in range(30)], say=said.append)
+    assert len(said) == 1
+
+
+GOOD = {"input_ids": [5, 6, 7], "labels": 1}
+UNPACKABLE = [
+    ([GOOD] * 2, {"tokens": 2}, r"sample 0 has 3 tokens, and a packed sequence 2: pack\(tokens=64"),
+    ([GOOD, {"input_ids": [5]}], {}, "sample 1 has no labels, which the first one has"),
+    ([GOOD, GOOD | {"labels": None}], {}, "sample 1 has no labels, nor have 0 others"),
+    ([GOOD, GOOD | {"input_ids": []}], {}, "sample 1 is empty, and so are 0 others"),
+    ([], {}, "the dataset is empty"),
+    (iter([GOOD]), {}, "cannot be packed ahead"),
+    ([{"text": "a"}], {}, "samples have no input_ids, only text: tokenize them"),
+    ([GOOD], {"tokens": 8, "samples": 8}, "either tokens=4096 or samples=32"),
+    ([GOOD], {"tokens": None}, "either tokens=4096 or samples=32"),
+    ([GOOD], {"tokens": 0}, "tokens is 0: give a whole number"),
+    ([GOOD], {"tokens": None, "samples": 2.5}, "samples is 2.5: give a whole number"),
+]
+
+
+@pytest.mark.parametrize(("samples", "options", "said"), UNPACKABLE)
+def test_what_cannot_be_packed_is_refused_in_one_line(samples, options, said):
+    refused(said, packed, samples, **options)
+
+
+MISSHAPEN = [
+    ([GOOD, {"input_ids": [5]}], "sample 1 of the batch has no labels, and others have"),
+    ([GOOD, GOOD | {"input_ids": []}], "sample 1 of the batch is empty"),
+    ([GOOD | {"attention_mask": [1, 1, 0]}], "sample 0 of the batch is padded"),
+    ([GOOD | {"labels": [1, 2]}], "sample 0 of the batch has 2 labels for 3 tokens"),
+    ([GOOD | {"token_type_ids": [1]}], "has 1 token_type_ids for 3 tokens"),
+    ([GOOD] * 30, "30 samples have 90 tokens, and a packed sequence 64"),
+]
+
+
+@pytest.mark.parametrize(("samples", "said"), MISSHAPEN)
+def test_what_cannot_be_collated_is_refused_in_one_line(samples, said):
+    refused(said, PackedCollator(tokens=64), samples)
+
+
+def test_a_batch_of_packed_sequences_is_refused():
+    rows = packed(drawn_samples("tokens"))
+    refused("2 packed sequences in a batch", PackedCollator(), [rows[0], rows[0]])
+
+
+def test_a_model_with_fewer_positions_than_a_sample_has_tokens_says_so():
+    model = speed_up(tiny_model(), say=quiet)
+    batch = PackedCollator()([{"input_ids": [5] * 65}])
+    refused("samples of up to 65 tokens, and the model has 64 positions", model, **batch)
+
+
+def test_a_packed_sequence_without_its_mask_is_refused():
+    model = speed_up(tiny_model(), say=quiet)
+    batch = PackedCollator()(drawn_samples("sequences", 3))
+    del batch["attention_mask"]
+    refused("cu_seqlens without attention_mask and position_ids", model, **batch)
+
+
+def test_a_tuple_is_refused():
+    model = speed_up(tiny_model(head="none"), say=quiet)
+    batch = PackedCollator()(drawn_samples("none", 3))
+    refused("return_dict=True", model, **batch, return_dict=False)

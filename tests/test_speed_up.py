@@ -1,0 +1,347 @@
+"""A sped-up model is the same model: its training, its checkpoints, and how it may be called."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributed import destroy_process_group, init_process_group
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForMultipleChoice
+
+from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.own.packing import PackedCollator
+from qa_lib.own.speed_up import KINDS, speed_up
+from tests.conftest import slow
+from tests.material import refused
+from tests.own import HEADS, SIZES, drawn_samples, padded_batch, quiet, tiny_model
+from tests.pairs import combinations
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS = 20
+VALUES = {
+    "kind": KINDS,
+    "head": tuple(HEADS),
+    "layout": ("padded", "packed"),
+    "checkpointing": (False, True),
+}
+COMBINATIONS = combinations(VALUES, lambda one, other: False)
+
+
+def similarity(hidden: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """A loss of mean-pooled embeddings: how unlike the samples' neighbours are."""
+    pooled = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+    return 1 - F.cosine_similarity(pooled[1:], pooled[:-1]).mean()
+
+
+def loss_of(model, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    output = model(**batch)
+    if "loss" in output:
+        return output.loss
+    return similarity(output.last_hidden_state, batch["attention_mask"])
+
+
+def checkpointed(model, reentrant: bool = False):
+    """The model, whose layers are computed again in the backward pass."""
+    # transformers 5.23 renames it, and warns of the old name.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
+    return model
+
+
+def loss_by_sample(model, samples: list[dict]) -> torch.Tensor:
+    """The mean loss of questions that are padded by nothing."""
+    return torch.stack([model(**padded_batch([sample])).loss for sample in samples]).mean()
+
+
+def trained(model, losses) -> list[float]:
+    """Train a model on what `losses` yields for it; return each step's loss."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    seen = []
+    for loss in losses(model.train()):
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(loss.item())
+    return seen
+
+
+@pytest.mark.parametrize("case", COMBINATIONS, ids=lambda case: "-".join(map(str, case.values())))
+def test_twenty_steps_are_those_of_the_plain_model(case):
+    samples = drawn_samples(case["head"])
+    groups = [samples[begin : begin + 6] for begin in range(0, 24, 6)]
+    plain = tiny_model(case["kind"], case["head"])
+    model = speed_up(tiny_model(case["kind"], case["head"]), say=quiet)
+    if case["checkpointing"]:
+        checkpointed(model)
+    collate = PackedCollator() if case["layout"] == "packed" else padded_batch
+
+    def quick_losses(model):
+        for step in range(STEPS):
+            yield loss_of(model, collate(groups[step % 4]))
+
+    def plain_losses(model):
+        for step in range(STEPS):
+            group = groups[step % 4]
+            if case["head"] == "questions" and case["layout"] == "packed":
+                yield loss_by_sample(model, group)
+            else:
+                yield loss_of(model, padded_batch(group))
+
+    expected = trained(plain, plain_losses)
+    assert trained(model, quick_losses) == pytest.approx(expected, abs=1e-5)
+    assert abs(expected[0] - expected[-4]) > 1e-3, "it has learnt something"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_checkpoint_is_that_of_transformers(kind, head, tmp_path):
+    plain = tiny_model(kind, head)
+    model = speed_up(tiny_model(kind, head), say=quiet)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    batch = padded_batch(drawn_samples("none", 4))
+    expected = model(**batch)[0]
+    assert model.state_dict().keys() == plain.state_dict().keys()
+    model.save_pretrained(tmp_path)
+    again, loading = HEADS[head].from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(loading.values())
+    torch.testing.assert_close(again.eval()(**batch)[0], expected, atol=1e-6, rtol=1e-5)
+
+
+def test_a_state_of_the_plain_model_is_loaded():
+    plain = tiny_model(drops=True)
+    state = {name: value + 1 for name, value in plain.state_dict().items()}
+    model = speed_up(tiny_model(drops=True), say=quiet)
+    model.load_state_dict(state)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, state[name]), name
+    del state["bert.encoder.layer.0.attention.self.key.weight"]
+    with pytest.raises(RuntimeError, match=r"layer\.0\.attention\.self\.qkv\.weight"):
+        model.load_state_dict(state)
+
+
+# Dropout.
+
+
+@pytest.fixture
+def model():
+    return speed_up(tiny_model(drops=True), say=quiet).train()
+
+
+@pytest.fixture
+def batch():
+    return padded_batch(drawn_samples("sequences", 5))
+
+
+@pytest.mark.parametrize("collate", [padded_batch, PackedCollator()], ids=["padded", "packed"])
+def test_each_call_in_training_drops_otherwise(model, collate):
+    batch = collate(drawn_samples("sequences", 5))
+    outputs = [model(**batch).logits for _ in range(3)]
+    assert not torch.equal(outputs[0], outputs[1])
+    assert not torch.equal(outputs[1], outputs[2])
+
+
+def test_equal_seeds_drop_alike(model, batch):
+    outputs = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        outputs.append(model(**batch).logits)
+    assert torch.equal(*outputs)
+
+
+def test_evaluation_drops_nothing_and_draws_nothing(model, batch):
+    model.eval()
+    before = torch.random.get_rng_state()
+    assert torch.equal(model(**batch).logits, model(**batch).logits)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.parametrize("collate", [padded_batch, PackedCollator()], ids=["padded", "packed"])
+@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["none", "later", "reentrant"])
+def test_gradients_are_of_what_was_dropped_in_two_calls_before_a_backward_pass(
+    checkpointing, collate
+):
+    """The derivative along a direction is the gradient's product with it: masks are the same."""
+    model = speed_up(tiny_model(drops=True), say=quiet).double().train()
+    if checkpointing is not None:
+        checkpointed(model, reentrant=checkpointing)
+    one, other = (collate(drawn_samples("sequences", count)) for count in (5, 4))
+
+    def loss():
+        torch.manual_seed(1)
+        return model(**one).loss + model(**other).loss ** 2
+
+    if checkpointing:  # which wants an input that has a gradient
+        model.enable_input_require_grads()
+    loss().backward()
+    parameters = [p for p in model.parameters() if p.grad is not None]
+    torch.manual_seed(5)
+    direction = [torch.randn_like(p) for p in parameters]
+    slope = sum((p.grad * d).sum() for p, d in zip(parameters, direction, strict=True))
+    values = []
+    with torch.no_grad():
+        for factor in (1e-6, -2e-6):
+            for parameter, along in zip(parameters, direction, strict=True):
+                parameter.add_(along, alpha=factor)
+            values.append(loss())
+    assert ((values[0] - values[1]) / 2e-6).item() == pytest.approx(slope.item(), rel=1e-6)
+
+
+# Ways to call it.
+
+
+def test_a_copy_draws_for_itself(model, batch):
+    twin = copy.deepcopy(model)
+    twin(**batch)
+    theirs = {id(module) for module in model.modules()}
+    for module in twin.modules():
+        for dropout in getattr(module, "layer_dropouts", []):
+            assert id(dropout) not in theirs
+    seeds = [module.seed.item() for module in twin.modules() if isinstance(module, HashDropout)]
+    assert len(set(seeds)) == len(seeds) == 7
+
+
+def test_autocast_is_near_to_fp32(batch):
+    model = speed_up(tiny_model(), say=quiet).train()
+    expected = model(**batch).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), abs=0.01)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize("collate", [padded_batch, PackedCollator()], ids=["padded", "packed"])
+def test_bf16_weights_are_near_to_fp32(collate):
+    batch = collate(drawn_samples("sequences", 5))
+    model = speed_up(tiny_model(), say=quiet)
+    expected = model(**batch).logits
+    torch.testing.assert_close(
+        model.bfloat16()(**batch).logits.float(), expected, atol=2e-2, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    "collate", [slow(padded_batch, id="padded"), pytest.param(PackedCollator(), id="packed")]
+)
+def test_a_compiled_model_is_the_same_without_dropout_and_drops_otherwise_in_each_call(collate):
+    batch = collate(drawn_samples("sequences", 5))
+    model = speed_up(tiny_model(drops=True, num_hidden_layers=1), say=quiet)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
+    model.train()
+    outputs = [compiled(**batch) for _ in range(3)]
+    assert len({output.loss.item() for output in outputs}) == 3
+    outputs[0].loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.fixture
+def alone(tmp_path):
+    """A group of one process."""
+    init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    yield
+    destroy_process_group()
+
+
+def test_under_ddp_it_is_the_same(alone, batch):
+    model = speed_up(tiny_model(), say=quiet).train()
+    twin = copy.deepcopy(model)
+    model(**batch).loss.backward()
+    DistributedDataParallel(twin)(**batch).loss.backward()
+    for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, other.grad)
+
+
+def test_frozen_parts_stay_frozen():
+    model = tiny_model()
+    model.bert.encoder.layer[0].requires_grad_(False)
+    speed_up(model, say=quiet)
+    assert not any(p.requires_grad for p in model.bert.encoder.layer[0].parameters())
+    assert all(p.requires_grad for p in model.bert.encoder.layer[1].parameters())
+
+
+# What is said.
+
+
+def test_a_line_says_what_was_taken():
+    said = []
+    speed_up(tiny_model(), say=said.append)
+    assert said == [
+        "BertForSequenceClassification: fused QKV, hash dropout, fused norms, fused GELU, "
+        "packed sequences"
+    ]
+
+
+def test_the_line_says_what_was_not_taken_and_why():
+    said = []
+    speed_up(tiny_model("distilbert"), say=said.append)
+    (line,) = said
+    assert line.startswith("DistilBertForSequenceClassification: hash dropout, packed sequences; ")
+    assert "; not fused QKV, fused norms, fused GELU: its layers are put together" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_act": "relu"}, "not fused GELU: the activation is ReLU"),
+        ({"attn_implementation": "eager"}, "load the model with attn_implementation='sdpa'"),
+    ],
+)
+def test_what_a_configuration_has_not_is_left_out(changes, said, batch):
+    plain = tiny_model(**changes)
+    expected = plain(**batch).logits
+    lines = []
+    model = speed_up(plain, say=lines.append)
+    assert said in lines[0]
+    torch.testing.assert_close(model(**batch).logits, expected)
+
+
+def test_a_model_with_its_weights_in_a_language_model_head_is_taken(batch):
+    config = AutoConfig.for_model("bert", **SIZES)
+    plain = AutoModelForMaskedLM.from_config(config).eval()
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = plain(**inputs).logits
+    torch.testing.assert_close(speed_up(plain, say=quiet)(**inputs).logits, expected)
+
+
+def test_packed_choices_are_refused():
+    model = AutoModelForMultipleChoice.from_config(AutoConfig.for_model("bert", **SIZES))
+    speed_up(model, say=quiet)
+    batch = PackedCollator()(drawn_samples("sequences", 4))
+    refused("takes no packed sequences: a head for multiple choice", model, **batch)
+
+
+def with_adapters():
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(tiny_model(), LoraConfig(target_modules=["query"]))
+
+
+def decoder():
+    return tiny_model(is_decoder=True)
+
+
+REFUSED = [
+    (with_adapters, "speed_up takes a model without adapters"),
+    (lambda: speed_up(tiny_model(), say=quiet), "BertForSequenceClassification has been sped up"),
+    (decoder, "is a decoder by its configuration: is_decoder"),
+    (lambda: torch.nn.Linear(2, 2), "give a model of transformers"),
+    (
+        lambda: HEADS["none"].from_config(AutoConfig.for_model("albert", **SIZES)),
+        "AlbertModel: a model of type 'albert'; this lab knows bert, roberta",
+    ),
+]
+
+
+def test_an_encoder_of_the_table_that_is_not_for_this_is_refused(monkeypatch):
+    monkeypatch.setattr("qa_lib.own.speed_up.KINDS", ("roberta",))
+    refused("speed_up takes roberta, and not bert", speed_up, tiny_model())
+
+
+@pytest.mark.parametrize(("make", "said"), REFUSED)
+def test_what_cannot_be_sped_up_is_refused_in_one_line(make, said):
+    refused(said, speed_up, make())
