@@ -1,4 +1,4 @@
-"""GraphedStep around stand-ins for PyTorch's graphs: what is captured, and what each call does.
+"""CapturedStep around stand-ins for PyTorch's graphs: what is captured, and what each call does.
 
 That a captured step is the eager one is tested on a GPU, in test_packing.py.
 """
@@ -8,7 +8,7 @@ import contextlib
 import pytest
 import torch
 
-from qa_lib.train.cuda_graph import WARM_UP, GraphedStep
+from qa_lib.train.cuda_graph import WARM_UP, CapturedStep
 
 
 class Graph:
@@ -68,7 +68,7 @@ def recorder(monkeypatch):
 @pytest.fixture
 def calls(recorder):
     """The inputs of seven calls, each on two micro-batches of its own, and the losses."""
-    step = GraphedStep(recorder)
+    step = CapturedStep(recorder)
     inputs = []
     losses = []
     for number in range(1, 8):
@@ -95,7 +95,7 @@ def test_no_call_writes_over_the_inputs_of_another(calls):
 
 
 def test_the_first_steps_are_not_captured(recorder):
-    step = GraphedStep(recorder)
+    step = CapturedStep(recorder)
     for _ in range(WARM_UP):
         step([{"x": torch.ones(())}], 1)
         assert not hasattr(step, "graph")
