@@ -623,7 +623,7 @@ def test_a_fused_norm_takes_as_its_residual_what_its_input_carries(output_layer,
         return residual + 1, residual + 2
 
     monkeypatch.setattr(fused_blocks, "fused_norm", noting)
-    first = torch.zeros(1, 8)
+    first = torch.zeros(1, 8, requires_grad=True)
     output = fused(torch.ones(1, 8), first)
     assert torch.equal(output, first + 1)
     assert torch.equal(output.residual, first + 2)

@@ -129,9 +129,10 @@ class FusedOutput(nn.Module):
             dropout=self.dropout.p if self.training else 0.0,
             eps=norm.eps,
         )
-        # Without a gradient the second is of no use. A reentrant checkpoint computes the layer so
-        # at first, and its gradient would be lost where the next layer took it.
-        if residual is not output and residual.requires_grad:
+        # A reentrant checkpoint computes the layer without gradients at first. If the next layer
+        # took that residual, its gradient would be lost.
+        has_its_gradient = residual.requires_grad or not self.training
+        if residual is not output and has_its_gradient:
             output.residual = residual
         return output
 

@@ -46,7 +46,9 @@ KINDS = {
 ENGINES = {
     "loop": "this library",
     "trainer": "the Trainer",
+    "trainer-tuned": "the Trainer",
     "plain": "plain PyTorch",
+    "searched": "plain PyTorch",
 }
 
 THOUSANDS = "{x:,g}"  # the format of numbers on axes, as tables have them
