@@ -126,12 +126,12 @@ def swept(tmp_path_factory):
 LONGEST = [
     "test_asking",
     "test_sweep",
-    "test_gate",
     "test_together",
     "test_serving",
     "test_front_door",
     "test_dashboard",
     "test_parallel",
+    "test_gate",
     "test_kills",
     "test_train",
     "test_fit",

@@ -121,6 +121,36 @@ def trainer_engine():
 
 @technique(
     "engine",
+    "trainer-tuned",
+    how=(
+        "A search tried every set of four options of `transformers.Trainer`. Workers prepare "
+        "batches, samples are padded to few lengths, and nothing looks for NaN in each step, which "
+        "would wait for the GPU. Length grouping and the compiler are settings of their own."
+    ),
+)
+def tuned_trainer_engine():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "engine",
+    "searched",
+    how=(
+        "A search added to the plain step what makes it quicker. Weights in bf16 are rounded at "
+        "random by few compiled kernels, dropout takes random bytes that one kernel draws, and "
+        "samples are dealt over a whole epoch, so that hardly a token is padding."
+    ),
+)
+def searched_engine():
+    from qa_lib.train.plain import SearchedStep
+
+    return [SearchedStep]
+
+
+@technique(
+    "engine",
     "plain",
     how=(
         "A step as a good engineer writes it, with `torch.compile`, autocast, fused AdamW and "
