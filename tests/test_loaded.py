@@ -364,7 +364,7 @@ def test_the_digests_are_taken_before_any_other_module_is_imported():
 
 
 CLIP = ("train/optim.py", "CLIP = 1.0", "CLIP = 0.001")
-TRAINER = '    if settings.engine == "trainer" and settings.optimizer != "adamw-fused":\n'
+TRAINER = '    if settings.by_trainer and settings.optimizer != "adamw-fused":\n'
 NO_DROPOUT = '    yield "dropout", "none", "for a trial"\n'
 DROPOUT = ("spec/rules.py", TRAINER, NO_DROPOUT + TRAINER)
 EDITS = {  # the file, what of it is changed, and after how many steps of the run
