@@ -166,7 +166,7 @@ def test_the_cost_of_a_step_is_what_pytorch_counts(kind, recipe, checkpointing, 
     with FlopCounterMode(display=False) as counter:
         output = model(ids, start_positions=ids[:, 0] % length, end_positions=ids[:, 1] % length)
         output.loss.backward()
-    # Of all layers: what they share gets gradients of theirs, which are counted with any of them.
+    # All layers are given: what they share gets gradients from each, counted with any of them.
     around = architectures.encoder_of(model).layers.rpartition(".")[0]
     counted = sum(counter.get_flop_counts()[f"{type(model).__name__}.{around}"].values())
 

@@ -63,7 +63,7 @@ def test_it_is_adamw_with_clipping(moments, dtype, tolerance):
     assert all(map(torch.equal, parameters, weights)), "there is no tie among these"
 
 
-# As an optimizer of PyTorch.
+# What every optimizer of PyTorch does.
 
 
 def drawn_parameters(dtype=torch.bfloat16) -> list[torch.nn.Parameter]:

@@ -30,7 +30,7 @@ from qa_lib.spec.variants import VARIANTS
 from tests.material import edited, refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
-# Of samples: one token, shorter than the distances that have a bucket each, and beyond the last.
+# Samples of one token, shorter than the distances that have a bucket each, and beyond the last.
 LENGTHS = (1, 6, 150, 40)
 LIMITS = [max(LENGTHS)] * len(LENGTHS)
 CU_SEQLENS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)

@@ -15,6 +15,11 @@ ROUND_TUNED = 64
 BUCKET = 50  # micro-batches that are sorted by length together; more make the order less random
 
 
+def round_up(tokens, multiple: int):
+    """Return tokens, a number or an array, rounded up to a multiple."""
+    return -(-tokens // multiple) * multiple
+
+
 class Batches:
     """The micro-batches of every optimizer step of a run.
 
@@ -72,7 +77,7 @@ class Batches:
             return limit
         multiple = ROUND_TUNED if self.spec.settings.engine == "trainer-tuned" else ROUND
         longest = self.samples.lengths[indices].max()
-        return min(limit, int(-(-longest // multiple) * multiple))
+        return min(limit, int(round_up(longest, multiple)))
 
     def tokens(self, micro_batches: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return a step's tokens: the length of each sample, and the lengths that are computed."""

@@ -20,7 +20,7 @@ from functools import cached_property
 
 import numpy as np
 
-from qa_lib.data.batches import Batches
+from qa_lib.data.batches import Batches, round_up
 from qa_lib.errors import UserError
 from qa_lib.peers import packing as peers_packing
 from qa_lib.spec.spec import Spec
@@ -51,11 +51,6 @@ def deal(order: np.ndarray, lengths: np.ndarray, size: int) -> np.ndarray:
         dealt[number, np.argsort(totals, kind="stable")] = samples
         totals += lengths[dealt[number]]
     return dealt.T
-
-
-def round_up(tokens, multiple: int):
-    """Return tokens, a number or an array, rounded up to a multiple."""
-    return -(-tokens // multiple) * multiple
 
 
 def segment_ends(lengths: np.ndarray, budget: int, padding_segments: int, most: int) -> np.ndarray:

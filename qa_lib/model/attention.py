@@ -359,7 +359,7 @@ def quickest_kernel(module: nn.Module, query: torch.Tensor) -> str:
     is_prepared = isinstance(getattr(module, "dropout", None), HashDropout)
     if query.is_cuda:
         is_half = query.dtype in (torch.float16, torch.bfloat16)
-        # Of what tells the capability, PyTorch's compiler knows the properties.
+        # PyTorch's compiler can trace this call, and not get_device_capability.
         if not is_half or torch.cuda.get_device_properties(query.device).major < 8:
             return "block-diagonal"
         return "triton-varlen" if is_prepared else "flash"

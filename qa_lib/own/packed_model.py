@@ -27,9 +27,7 @@ from qa_lib.errors import UserError
 from qa_lib.model.architectures import encoder_of, first_position, layers_of, max_positions
 from qa_lib.model.attention import QUICKEST, Segments
 from qa_lib.model.fused_blocks import HashDropout, drawn_seeds
-
-# The ignored targets of PyTorch's cross-entropy.
-IGNORED = -100
+from qa_lib.own.packing import IGNORED
 
 
 class Rooted(nn.Module):

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset
 
 from qa_lib.calls import checked
-from qa_lib.data.packing import ALIGN, DEALT_TOGETHER, deal, round_up, segment_ends
+from qa_lib.data.batches import round_up
+from qa_lib.data.packing import ALIGN, DEALT_TOGETHER, deal, segment_ends
 from qa_lib.errors import UserError
 
 # Columns of a sample: one number for each token, and one for the sample.
@@ -40,7 +41,7 @@ class PackedSequence(NamedTuple):
 
     samples: list[dict]
     tokens: int
-    """Of the sequence, padding included."""
+    """How many the sequence has, padding included."""
     longest: int
     """The most tokens that any sample of the dataset has."""
 
@@ -243,10 +244,10 @@ class PackedCollator:
     DataLoader's collate_fn, with any dataset and sampler. Packed sequences then have `tokens`
     tokens, or as many as the samples need, a multiple of 64.
 
-    Of a sample it takes `input_ids` and `token_type_ids`; `labels` (or `label`), a number, a list
-    of real numbers for the sample, or a list of whole numbers, one for each token; and
-    `start_positions` and `end_positions`. It leaves out other columns. The result is a dict of
-    tensors on the CPU:
+    It takes these columns of a sample, and leaves out others: `input_ids` and `token_type_ids`;
+    `labels` (or `label`), which are a number, a list of real numbers for the sample, or a list of
+    whole numbers, one for each token; `start_positions` and `end_positions`. The result is a dict
+    of tensors on the CPU:
 
     - `input_ids`, `position_ids` and `token_type_ids`, int64 [1, tokens];
     - `cu_seqlens`, int32 [segments + 1]: 0, then where each sample ends, then the padding's ends;

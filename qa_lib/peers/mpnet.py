@@ -104,7 +104,7 @@ class MPNet(nn.Module):
         bias = self.distances(bucket_of(column - column[:, None])).permute(2, 0, 1)
         lowest = torch.finfo(torch.float16).min
         mask = bias[None].masked_fill(is_padding[:, None, None], lowest)
-        # Of the type that attention computes in, so that layers need no copies of their own.
+        # The mask has the type that attention computes in, or each layer would make a copy.
         kind = x.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
         return index.clamp(max=len(x) - 1), place, mask.to(dtype)

@@ -1,4 +1,4 @@
-"""Training as a good engineer writes it in plain PyTorch (variants E-plain, E-searched, and L-).
+"""Training as a good engineer writes it in plain PyTorch (variants E-plain, E-searched and so on).
 
 The models are the rivals of qa_lib/peers. They get what the loop's models get, the same batches and
 the same schedule of the learning rate, and are timed by the same meter. They are trained by
