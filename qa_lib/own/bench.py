@@ -8,7 +8,9 @@ those of the task's data, and a label is what a sample's first token says, so th
 The ways, in BF16 where the device is a GPU:
 
 - loop: a plain loop, autocast, padded to the longest sample of the batch, PyTorch's fused AdamW;
-- trainer: transformers.Trainer with batches of like lengths and torch.compile;
+- trainer: transformers.Trainer as it comes, in fp32;
+- trainer-tuned: the Trainer with what a search found to pay (peers/search_trainer.py): bf16,
+  workers, batches of like lengths, padding to few lengths, torch.compile, no filter for NaN;
 - speed_up: the plain loop on a model that was sped up;
 - packing: the plain loop on packed sequences, on a model that only takes them;
 - masters: both, with weights in bf16 and MasterAdamW;
@@ -17,6 +19,7 @@ The ways, in BF16 where the device is a GPU:
 """
 
 import argparse
+import functools
 import json
 import statistics
 import tempfile
@@ -30,6 +33,7 @@ from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
     BertConfig,
+    ModernBertConfig,
     PreTrainedModel,
     PrinterCallback,
     Trainer,
@@ -43,6 +47,7 @@ from qa_lib.own.packing import IGNORED, PackedCollator, pack
 from qa_lib.own.speed_up import speed_up
 from qa_lib.own.trainer import FastTrainer
 from qa_lib.train.master_adamw import MasterAdamW
+from qa_lib.train.trainer import TUNED
 
 # The class of a task's models; median and spread of the logarithm of its samples' lengths, and the
 # longest: like MNLI's pairs of sentences, SQuAD's questions with their paragraphs, and the
@@ -54,6 +59,7 @@ TASKS = {
 }
 SIZES = {
     "base": BertConfig(num_labels=2),
+    "modernbert": ModernBertConfig(num_labels=2),
     "tiny": BertConfig(
         vocab_size=100,
         hidden_size=32,
@@ -66,6 +72,7 @@ SIZES = {
 RATE = 5e-5
 CLIP = 1.0
 FIRST_TOKEN = 10  # of random ones
+FEW_LENGTHS = 64  # the tuned Trainer's batches are padded to multiples of so many tokens
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -82,9 +89,13 @@ def drawn_samples(task: str, count: int, words: int) -> list[dict]:
     return samples
 
 
-def padded(samples: list[dict]) -> dict[str, torch.Tensor]:
-    """Return samples as a batch that is padded to the longest of them, as most collators do."""
+def padded(samples: list[dict], multiple: int = 1) -> dict[str, torch.Tensor]:
+    """Return samples as a batch that is padded to the longest of them, as most collators do.
+
+    It has a multiple of `multiple` tokens.
+    """
     longest = max(len(sample["input_ids"]) for sample in samples)
+    longest += -longest % multiple
     batch = {"input_ids": [], "attention_mask": [], "labels": []}
     for sample in samples:
         length = len(sample["input_ids"])
@@ -207,7 +218,14 @@ class _Steps(TrainerCallback):
         self.measured.step()
 
 
-def timed_trainer(make: Callable, model: PreTrainedModel, samples, arguments, **options) -> dict:
+def timed_trainer(
+    make: Callable,
+    model: PreTrainedModel,
+    samples: list[dict],
+    arguments: argparse.Namespace,
+    collator: Callable = padded,
+    **options,
+) -> dict:
     """Return what a Trainer measures that `make` makes; `options` are of its arguments."""
     measured = Measured(arguments.warm_up, arguments.batch)
     with tempfile.TemporaryDirectory() as folder:
@@ -217,10 +235,8 @@ def timed_trainer(make: Callable, model: PreTrainedModel, samples, arguments, **
             per_device_train_batch_size=arguments.batch,
             learning_rate=RATE,
             max_grad_norm=CLIP,
-            bf16=True,
             use_cpu=DEVICE.type == "cpu",
             dataloader_drop_last=True,
-            dataloader_num_workers=2 * (DEVICE.type == "cuda"),
             logging_strategy="no",
             save_strategy="no",
             report_to="none",
@@ -230,7 +246,7 @@ def timed_trainer(make: Callable, model: PreTrainedModel, samples, arguments, **
         trainer = make(
             model,
             training,
-            data_collator=padded,
+            data_collator=collator,
             train_dataset=samples,
             callbacks=[_Steps(measured)],
         )
@@ -250,15 +266,24 @@ def measure(way: str, arguments: argparse.Namespace) -> dict:
     samples = drawn_samples(arguments.task, arguments.samples, config.vocab_size)
     model = TASKS[arguments.task][0].from_config(config).to(DEVICE).train()
     capture = DEVICE.type == "cuda"
+    workers = TUNED if DEVICE.type == "cuda" else {}
     if way == "trainer":
-        tuned = {"train_sampling_strategy": "group_by_length", "torch_compile": capture}
-        return timed_trainer(Trainer, model, samples, arguments, **tuned)
+        return timed_trainer(Trainer, model, samples, arguments)
+    if way == "trainer-tuned":
+        tuned = workers | {
+            "bf16": True,
+            "optim": "adamw_torch_fused",
+            "train_sampling_strategy": "group_by_length",
+            "torch_compile": DEVICE.type == "cuda",
+        }
+        collator = functools.partial(padded, multiple=FEW_LENGTHS)
+        return timed_trainer(Trainer, model, samples, arguments, collator, **tuned)
     if way == "fast-trainer":
 
         def make(*args, **options):
             return FastTrainer(*args, cuda_graph=capture, say=quiet, **options)
 
-        return timed_trainer(make, model, samples, arguments)
+        return timed_trainer(make, model, samples, arguments, bf16=True, **workers)
     if way == "packing":
         take_packed(model, Rooted(model))
     elif way != "loop":
@@ -272,7 +297,16 @@ def measure(way: str, arguments: argparse.Namespace) -> dict:
     return timed_loop(step, loader_of(samples, arguments.batch, is_packed), arguments)
 
 
-WAYS = ("loop", "trainer", "speed_up", "packing", "masters", "all", "fast-trainer")
+WAYS = (
+    "loop",
+    "trainer",
+    "trainer-tuned",
+    "speed_up",
+    "packing",
+    "masters",
+    "all",
+    "fast-trainer",
+)
 
 
 def parsed(words: list[str] | None) -> argparse.Namespace:
