@@ -73,7 +73,7 @@ def test_in_fp32_it_trains_as_trainer_does(head, packed, tmp_path):
         if head != "questions":
             torch.testing.assert_close(value, expected[name], atol=1e-5, rtol=0, msg=name)
     start = tiny_model(head=head).state_dict()
-    assert any((weights[name] - value).abs().max() > 1e-3 for name, value in start.items())
+    assert any((weights[name].cpu() - value).abs().max() > 1e-3 for name, value in start.items())
     losses = [trainer.evaluate()["eval_loss"] for trainer in trainers]
     assert losses[0] == pytest.approx(losses[1], abs=1e-5)
 
@@ -112,8 +112,10 @@ def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(bf16, tmp_path):
     again.train(resume_from_checkpoint=str(tmp_path / "whole" / "checkpoint-4"))
     assert whole.state.global_step == again.state.global_step == 9
     expected = weights_of(whole)
+    # A GPU adds up the gradients of embeddings in an order of its own.
+    rounding = 1e-5 if torch.cuda.is_available() and not bf16 else 0.0
     for name, value in weights_of(again).items():
-        assert torch.equal(value, expected[name]), name
+        torch.testing.assert_close(value, expected[name], atol=rounding, rtol=0, msg=name)
 
 
 def test_each_epoch_deals_the_samples_otherwise(tmp_path, monkeypatch):

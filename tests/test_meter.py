@@ -353,3 +353,27 @@ def test_a_head_that_does_not_train_takes_no_gradient_by_its_weight():
     model.lm_head.weight.requires_grad = False  # and so the embeddings, whose weight it is
     frozen = meters.StepFlops(model).flops(10, 0)
     assert whole - frozen == 2 * 10 * 20 * 8
+
+
+def test_steps_after_the_last_measured_one_count_for_nothing(nvml):
+    """A profiler, say, slows them."""
+    meter = Meter(GPU, warm_up=1, until=3)
+
+    def spend(millijoules: int) -> None:
+        nvml.nvmlDeviceGetTotalEnergyConsumption.return_value += millijoules
+
+    for millijoules in (1000, 300, 500, 7000, 7000):
+        spend(millijoules)
+        do_stretch(meter)
+    assert meter.step_ms().n == 2
+    assert len(meter.times) == 5
+    assert meter.joules_per_sample() == pytest.approx((0.3 + 0.5) / 4)
+
+
+def test_the_last_measured_step_is_told():
+    meter = Meter(CPU, warm_up=1, until=2)
+    ends = []
+    for _ in range(3):
+        meter.step(LENGTHS, LENGTHS)
+        ends.append(meter.is_at_end)
+    assert ends == [False, True, False]

@@ -33,6 +33,8 @@ class Hooks:
     derive from this class, and do more with either.
     """
 
+    untimed_steps = 0  # of the last ones, in which these hooks disturb what is measured
+
     @contextlib.contextmanager
     def phase(self, name: str):
         """Surround a phase of a step.
@@ -96,15 +98,24 @@ class StepCounts(NamedTuple):
 class Meter:
     """Times every optimizer step and counts what it processed.
 
-    The first `warm_up` steps of this process are not measured. Time and energy are of the stretches
-    from `resume` to `flush`, and not of the pauses between them. At the end of each, which in a run
+    Of this process's steps the first `warm_up` are not measured, nor those after the step `until`.
+    Time and energy are of the stretches from `resume` to `flush`, and not of the pauses between
+    them. At the end of each, which in a run
     is each second, the GPU is asked how busy it has been. Its memory peak counts from step
     `peak_from` on, after which compilation allocates no more.
     """
 
-    def __init__(self, device: torch.device, warm_up: int, peak_from: int = PEAK_FROM):
+    def __init__(
+        self,
+        device: torch.device,
+        warm_up: int,
+        peak_from: int = PEAK_FROM,
+        until: int | None = None,
+    ):
         self.device = device
         self.warm_up = warm_up
+        self.until = until
+        self.measured = slice(warm_up, until)
         self.peak_from = min(peak_from, warm_up)
         self.laps = []  # of the steps since the last flush
         self.times: list[float] = []  # seconds of each step
@@ -160,12 +171,18 @@ class Meter:
             torch.cuda.synchronize()  # so that what the warm-up still has to do is not counted
             self.resume()
 
+    @property
+    def is_at_end(self) -> bool:
+        """Return whether the last step that is measured has just been done."""
+        return len(self.step_counts) == self.until
+
     def flush(self) -> list[float]:
         """Wait for the device, and return the seconds of each step since the last flush."""
         seconds = [elapsed(lap) for lap in self.laps]
         self.laps.clear()
         self.times += seconds
-        if seconds and len(self.times) > self.warm_up:
+        is_before_end = self.until is None or len(self.times) <= self.until
+        if seconds and len(self.times) > self.warm_up and is_before_end:
             self._end_measured_stretch()
         return seconds
 
@@ -187,13 +204,13 @@ class Meter:
         """
         if None in self.joules or not sum(self.joules):
             return None
-        samples = sum(counts.samples for counts in self.step_counts[self.warm_up :])
+        samples = sum(counts.samples for counts in self.step_counts[self.measured])
         return sum(self.joules) / samples
 
     def step_ms(self) -> StepTime:
         """Return the milliseconds of the measured steps."""
         self.flush()
-        measured = self.times[self.warm_up :]
+        measured = self.times[self.measured]
         if not measured:
             return StepTime()
         p10, median, p90 = (1e3 * float(np.percentile(measured, q)) for q in (10, 50, 90))
@@ -206,7 +223,7 @@ class Meter:
         this one, and where it is ahead of the GPU, that costs nothing. So this only bounds the
         wait, and data_ms over step_ms its share.
         """
-        measured = self.data_s[self.warm_up :]
+        measured = self.data_s[self.measured]
         return 1e3 * statistics.median(measured) if measured else None
 
     def compile_s(self) -> float | None:
@@ -227,15 +244,15 @@ class Meter:
         measured matrix rate of a device.
         """
         self.flush()
-        measured = self.times[self.warm_up :]
+        measured = self.times[self.measured]
         if not measured:
             return Speed()
-        counts = np.array(self.step_counts[self.warm_up :], dtype=np.float64)
+        counts = np.array(self.step_counts[self.measured], dtype=np.float64)
         rates = StepCounts(*counts.sum(0) / sum(measured))  # a second
         possible = matrix_tflops * 1e12 * devices
         needed_flops = step.flops(rates.tokens, rates.squares)
         executed_flops = step.flops(rates.computed_tokens, rates.computed_squares, recompute=True)
-        polled = self.polled_busy_shares[self.warm_up :]
+        polled = self.polled_busy_shares[self.measured]
         return Speed(
             samples_per_s=rates.samples,
             tokens_per_s=rates.tokens,

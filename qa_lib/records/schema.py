@@ -223,6 +223,13 @@ class Time:
     the GPU waits for data that long at most. Null where transformers.Trainer fetches the inputs.
     """
 
+    kernel_ms: Number | None = None
+    """Milliseconds of a step in which the GPU ran kernels or copied.
+
+    It is a mean over the last steps of a run, which are not timed (measure/kernel_time.py). Null
+    where the model is scored, where several processes train, and on a CPU.
+    """
+
     steps: WholeNumber | None = None
     """Optimizer steps that were trained, in all processes that worked on the run."""
 

@@ -23,6 +23,7 @@ from qa_lib.data.batches import Batches
 from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import first_line
 from qa_lib.measure import hardware
+from qa_lib.measure.kernel_time import KernelTime
 from qa_lib.measure.meter import Hooks, Meter, StepFlops, memory_use
 from qa_lib.model.build import DTYPES, build_model, save_model
 from qa_lib.model.hf_checkpoint import ModelFolder, inspect_source
@@ -100,9 +101,10 @@ def fit(
             prepared = time.perf_counter()
 
             # Train; all processes do this together.
+            hooks = hooks_of(spec, batches.steps, device, shared)
             with ranks:
                 optimizer, meter, resumed_from, checkpoint_note = train(
-                    model, batches, spec, device, run_dir, say, ranks=ranks
+                    model, batches, spec, device, run_dir, say, hooks, ranks
                 )
                 notes.note_steps(entry, len(meter.times), resumed_from, checkpoint_note)
                 notes.note_noise(entry, len(meter.times), ranks)
@@ -120,6 +122,8 @@ def fit(
                     entry["time"]["first_step_s"] = meter.first_step_at - process_began
                 speed = meter.speed(StepFlops(model), matrix_tflops, ranks.world)
                 notes.note_times(entry, spec, meter, joules, speed)
+                if isinstance(hooks, KernelTime):
+                    entry["time"]["kernel_ms"] = hooks.kernel_ms
                 why = notes.why_untimed(meter)
                 if why:
                     entry["spec"]["adjusted"].append(why)
@@ -140,6 +144,24 @@ def fit(
             entry["time"]["wall_s"] = time.perf_counter() - begin
             entry["time"]["eval_s"] = evaluated - trained if spec.preset.quality else None
     return entry
+
+
+def hooks_of(spec: Spec, steps: int, device: torch.device, shared: bool) -> Hooks:
+    """Return what listens to a training of so many steps: KernelTime, where it costs little.
+
+    That is on a GPU that others do not use, in one process, for a run that is timed for at least
+    ten times as many steps as KernelTime takes. A model that is scored is not profiled, so that its
+    minutes are those of training.
+    """
+    timed = steps - spec.preset.measure_from
+    profiles = (
+        device.type == "cuda"
+        and spec.world == 1
+        and not shared
+        and not spec.preset.quality
+        and timed >= 10 * KernelTime.untimed_steps
+    )
+    return KernelTime(steps) if profiles else Hooks()
 
 
 def prepare(

@@ -205,7 +205,7 @@ def note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spee
 def why_untimed(meter: Meter) -> str | None:
     """Return in words why a run has no samples/s; None where it has."""
     steps = len(meter.times)
-    if steps > meter.warm_up:
+    if meter.times[meter.measured]:
         return None
     return (
         f"speed: not measured, too few steps to time: {steps}, of which the first {meter.warm_up} "

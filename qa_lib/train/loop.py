@@ -172,7 +172,8 @@ def train(
     # cudagraphs backend records its graphs in the first, and a replay allocates nothing that would
     # be seen.
     peak_from = 0 if settings.compile == "cudagraphs" else PEAK_FROM
-    meter = Meter(device, spec.preset.measure_from, peak_from)
+    until = max(0, batches.steps - begin - hooks.untimed_steps)
+    meter = Meter(device, spec.preset.measure_from, peak_from, until)
 
     for number in range(begin + 1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)

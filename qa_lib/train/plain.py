@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import torch
 
 from qa_lib.data.batches import Batches
-from qa_lib.measure.meter import Hooks, Meter
+from qa_lib.measure.meter import PEAK_FROM, Hooks, Meter
 from qa_lib.peers.adamw import CompiledAdamW
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
@@ -60,13 +60,19 @@ def train(
     peer.to(device, torch.bfloat16 if settings.precision == "pure-bf16" else None).train()
     if searched:
         example = [batches.collate(samples, device) for samples in batches.step(0)]
+        # The memory's peak is that of the capture: a replay allocates nothing that would be seen.
+        peak_from = 0
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         step = SearchedStep(peer, settings, peak_rate(spec), example)
     else:
+        peak_from = PEAK_FROM
         step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
     torch.manual_seed(spec.seed)
     scaler = torch.amp.GradScaler(enabled=False)
     log = StepLog(run_dir, spec, batches.steps, begin=0, scaler=scaler, ranks=ranks, say=say)
-    meter = Meter(device, spec.preset.measure_from)
+    until = batches.steps - hooks.untimed_steps
+    meter = Meter(device, spec.preset.measure_from, peak_from, until)
     for number in range(1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
         micro_batches = batches.step(number - 1)

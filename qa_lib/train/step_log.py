@@ -87,12 +87,13 @@ class StepLog:
         """Take note that an optimizer step is done.
 
         `tokens` go to Meter.step; `loss` is the mean loss, a scalar on the device that is not read
-        yet. Writes what was noted when it is time, after the last step, and if told to `write`; the
-        next step's clock starts after that.
+        yet. Writes what was noted when it is time, after the last step and the last that is
+        measured, and if told to `write`; the next step's clock starts after that.
         """
         meter.step(*tokens)
         self.pending.append((loss, rate))
-        if write or self.due or self.written + len(self.pending) == self.steps:
+        is_last = self.written + len(self.pending) == self.steps
+        if write or self.due or meter.is_at_end or is_last:
             self.write(meter.flush())
             meter.resume()
 

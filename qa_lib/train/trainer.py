@@ -55,7 +55,8 @@ def train(
 ) -> tuple[torch.optim.Optimizer, Meter, int, None]:
     """Train `model` in place by a Trainer; arguments and results are those of loop.train."""
     settings = spec.settings
-    meter = Meter(ranks.device, spec.preset.measure_from)
+    until = batches.steps - hooks.untimed_steps
+    meter = Meter(ranks.device, spec.preset.measure_from, until=until)
     scaler = torch.amp.GradScaler(enabled=False)
     log = StepLog(run_dir, spec, batches.steps, begin=0, scaler=scaler, ranks=ranks, say=say)
     arguments = TrainingArguments(
