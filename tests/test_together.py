@@ -410,6 +410,13 @@ def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+def test_a_variant_of_one_process_is_trained_by_a_torchrun_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("qa_lib.lab.launch.anywhere.fit_here", lambda *_: "its record")
+    assert fit(planned(), tmp_path, say=quiet) == "its record"
+
+
 @pytest.mark.parametrize(
     ("gpus", "world", "skip"),
     [
