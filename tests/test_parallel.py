@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Shard
 
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.train.parallel import overlap, zero1
@@ -23,6 +24,7 @@ from qa_lib.train.parallel.data_parallel import gather_model
 from qa_lib.train.parallel.overlap import GradReadyHooks
 from qa_lib.train.parallel.pipeline import bubble, measured_bubble
 from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.parallel.tensor import Tensor
 from qa_lib.train.parallel.zero1 import ALIGN, FlatShard, Zero1
 from tests import warm
 from tests.conftest import slow
@@ -434,6 +436,29 @@ def test_an_overflow_of_one_process_is_one_of_all(monkeypatch):
     assert reduced == [torch.distributed.ReduceOp.MAX]
     assert parameter.tolist() == [1.0, 1.0], "the step is skipped"
     assert scaler.get_scale() == 2.0
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_the_state_of_a_cut_parameter_keeps_its_values_and_its_type(dtype, alone):
+    """Weights in bf16 have moments in fp32, and masters whose other bits are in int16."""
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    local = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    cut = DTensor.from_local(local.detach(), mesh, [Shard(0)])
+    strategy = types.SimpleNamespace(trained_of={local: cut})
+    state = torch.tensor([[1, -2, 3], [257, 1000, -32767]], dtype=dtype)
+    gathered = Tensor.gather(strategy, state, local)
+    torch.testing.assert_close(gathered, state, rtol=0, atol=0)
+    share = Tensor.shard(strategy, gathered, local)
+    torch.testing.assert_close(share, state, rtol=0, atol=0)
 
 
 def test_a_trained_models_parameters_have_memory_of_their_own():
