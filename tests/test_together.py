@@ -402,6 +402,12 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(
 # What cannot be shared.
 
 
+def test_deepspeed_is_given_to_torchrun_even_by_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("qa_lib.lab.launch.anywhere.run_processes", lambda *_: "its record")
+    spec = dataclasses.replace(planned("P0-deepspeed", world=1), skip=None)
+    assert fit(spec, tmp_path, say=quiet) == "its record"
+
+
 def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
@@ -430,9 +436,12 @@ def test_a_variant_is_skipped_where_there_are_too_few_gpus(gpus, world, skip):
     assert planned("P-one-bucket", machine=machine, world=world).skip == skip
 
 
-def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped(tmp_path):
-    entry = fit(planned("P-one-bucket", machine=H200), tmp_path, say=quiet)
-    assert entry["status"] == "skipped"
+def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped_and_is_never_finished(tmp_path):
+    said = []
+    for _ in range(2):
+        entry = fit(planned("P-one-bucket", machine=H200), tmp_path, say=said.append)
+        assert entry["status"] == "skipped"
+    assert not any("finished" in line for line in said)
 
 
 @pytest.mark.parametrize(
