@@ -223,8 +223,9 @@ def test_a_host_without_slurm_is_told_in_one_line(tmp_path, monkeypatch, typed):
     assert typed(words, code=2).startswith(said)
 
 
-def test_cards_of_this_machine_are_not_for_slurm(tmp_path, typed):
-    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path} --gpus 0"
+@pytest.mark.parametrize("option", ["--gpus 0", "--shared-gpu"])
+def test_cards_of_this_machine_are_not_for_slurm(option, tmp_path, typed):
+    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path} {option}"
     assert typed(words, code=2).startswith("error: --gpus and --shared-gpu are")
 
 
