@@ -332,6 +332,11 @@ CAUSES = {
         [-15, -11],
         ("killed", "process 1 of 2 was ended by SIGSEGV"),
     ),
+    "a signal, rather than a peer that ended without a fault": (
+        [],
+        [1, -11],
+        ("killed", "process 1 of 2 was ended by SIGSEGV"),
+    ),
     "memory, before a kill by torchrun": (
         [(20.0, "OutOfMemory", "oom")],
         [1, -9],
@@ -355,6 +360,14 @@ def test_the_first_fault_is_the_cause(cause, tmp_path):
         write(fault_path(tmp_path, rank), {"at": at, "status": status, "error": error})
     torchrun.record_fault(spec, tmp_path, dict(enumerate(exit_codes)))
     assert end_of(tmp_path) == end
+
+
+def test_a_fault_that_is_in_the_record_is_not_told_again(tmp_path):
+    record.write_record(tmp_path, record.new_record(short(), {}))
+    fault = {"at": 1.0, "status": "error", "error": {"kind": "ValueError", "message": "a fault"}}
+    write(fault_path(tmp_path, 0), fault)
+    torchrun.record_fault(short(), tmp_path, {0: 1})
+    assert first_fault(tmp_path) is None
 
 
 @pytest.mark.parametrize(
