@@ -166,7 +166,8 @@ def by_one(tmp_path_factory, one_thread):
         key = json.dumps(dataclasses.asdict(case), sort_keys=True)
         if key not in folders:
             folder = tmp_path_factory.mktemp("one")
-            measured = trained(case, folder, ProcessGroup(DEVICE))
+            with ProcessGroup(DEVICE) as ranks:
+                measured = trained(case, folder, ranks)
             (folder / "rank-0.json").write_text(json.dumps(measured))
             folders[key] = folder
         return folders[key]
@@ -442,10 +443,9 @@ def test_an_overflow_of_one_process_is_one_of_all(monkeypatch):
 @pytest.fixture
 def alone():
     """A process group of this process alone."""
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield
-    torch.distributed.destroy_process_group()
+    with ProcessGroup(DEVICE) as ranks:
+        ranks.join(planned("P1"))
+        yield
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
