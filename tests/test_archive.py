@@ -295,6 +295,24 @@ def test_a_log_that_is_gone_takes_nothing_from_the_archive(runs, specs):
     assert len(read_runs(runs)[0].steps()) == 2
 
 
+def test_a_log_that_has_changed_with_its_record_is_archived_as_it_is_now(runs, specs):
+    assert archive(runs) == 0
+    folder = runs / specs[0].run_path
+    write_steps(folder, [step | {"ms": 9.0} for step in STEPS])
+    write(folder / "profile.json", PROFILE | {"time": {"busy_ms": 2.0}})
+    archive_alone(runs)
+    assert read_runs(runs)[0].steps()["ms"].tolist() == [9.0, 9.0]
+
+
+def test_empty_lines_go_without_a_word(runs, capsys):
+    path = archive_alone(runs)
+    whole = path.read_bytes()
+    path.write_bytes(b"\n" + whole + b" \n\n")
+    assert archive(runs) == 0
+    assert path.read_bytes() == whole
+    assert capsys.readouterr().err == ""
+
+
 def test_fields_that_are_not_known_survive_being_archived_twice(runs, specs):
     path = runs / specs[0].run_path / "record.json"
     entry = json.loads(path.read_text())

@@ -62,6 +62,12 @@ def test_compilers_keep_their_files_in_a_folder_that_nobody_else_may_enter(tmp_p
         assert (folder / name).stat().st_mode & 0o777 == 0o700
 
 
+def test_compilers_find_a_relative_folder_from_wherever_they_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    use_compile_cache(Path("cache"))
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "cache" / "triton")
+
+
 def test_a_cache_is_used_again_whatever_the_mask_of_new_files_was(tmp_path):
     os.umask(0o002)
     use_compile_cache(tmp_path / "cache")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from qa_lib.data.examples import Example
 from qa_lib.data.load import load_data
 from qa_lib.data.squad import open_source
-from qa_lib.score.decode import decode
+from qa_lib.score.decode import Answers, Span, decode
 from qa_lib.score.evaluate import evaluate_answers, joined_by_position
 from qa_lib.score.f1 import score
 from qa_lib.score.predict import predict_logits
@@ -234,6 +234,17 @@ def test_an_entry_has_its_score_and_its_place_in_the_paragraph(answers):
                 assert (entry["text"], end) == ("", None)
             else:
                 assert entry["text"] == asked.context[begin:end]
+
+
+def test_a_span_without_characters_is_no_answer():
+    """Some vocabularies have tokens that no character belongs to."""
+    asked = Example("q", "", "where", "in Rome")
+    empty = Span(score=9.0, begin=2, end=2, start_logit=5.0, end_logit=4.0)
+    rome = Span(score=3.0, begin=3, end=7, start_logit=2.0, end_logit=1.0)
+    null = Span(score=1.0, begin=None, end=None, start_logit=0.5, end_logit=0.5)
+    answers = Answers([asked], [[empty, rome]], [null], n_best=20, null_threshold=0.0)
+    assert answers.texts == answers.predictions == {"q": "Rome"}
+    assert answers.null_odds == {"q": -2.0}
 
 
 def test_files_that_are_written_again_are_the_same(answers, tmp_path):

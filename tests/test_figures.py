@@ -315,6 +315,16 @@ def test_the_caption_of_a_profile_says_on_what_it_was_made():
     )
 
 
+def test_the_caption_of_profiles_names_each_micro_batch_and_each_commit():
+    small, large = profile_of(), profile_of()
+    small["spec"] = {"micro_batch": 8}
+    large["spec"] = {"micro_batch": 32}
+    large["code"] = {"commit": "b" * 40}
+    figure = profile_figures.profile_figure("Title", {"A1": large, "A3": small}, 2.0)
+    caption = figure.get_supxlabel().replace("\n", " ")
+    assert "micro-batch 8, 32. Code aaaaaaa, bbbbbbb." in caption
+
+
 def drawn_memory(shown):
     """The title of a figure of memory, and the GiB of each block of its bars, by profile."""
     figure = profile_figures.phases(shown)

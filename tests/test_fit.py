@@ -13,7 +13,7 @@ import torch
 
 from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch.anywhere import fit
-from qa_lib.lab.launch.driver import SHARE, START, surroundings
+from qa_lib.lab.launch.driver import DRIVER, SHARE, START, surroundings
 from qa_lib.model import build, hf_checkpoint
 from qa_lib.model.build import build_model
 from qa_lib.records import record
@@ -184,6 +184,13 @@ def test_a_checkpoint_is_not_dropped_while_another_process_has_the_run(tmp_path)
     with record.lock(tmp_path), pytest.raises(record.RunTaken):
         anywhere._drop_checkpoint(tmp_path)
     assert checkpoint_file.exists()
+
+
+def test_a_process_trains_no_other_run_than_the_one_that_it_was_started_for(tmp_path, monkeypatch):
+    monkeypatch.setenv(DRIVER, str(tmp_path / "A1-s0-planned" / ".driver.lock"))
+    spec = short()
+    refused(f"^{spec.run_id}: planned was A1-s0-planned", anywhere.fit_here, spec, tmp_path)
+    assert not (tmp_path / spec.run_path).exists()
 
 
 def test_a_finished_run_leaves_no_checkpoint_and_no_fault(tmp_path):

@@ -192,6 +192,12 @@ def test_a_quickstart_sums_up_its_runs_and_begins_the_longest_first(quickstart_h
     assert "the answer of A2-s0-" in summary
 
 
+def test_the_path_of_the_ladder_leads_there_from_the_current_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    path = Path(quickstart_module._figure_path())
+    assert path.resolve() == (ROOT / "figures" / REFERENCE / "ladder.png").resolve()
+
+
 def test_speeds_of_the_reference_are_those_of_the_variants_in_their_order(
     reference_runs, monkeypatch
 ):

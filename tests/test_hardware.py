@@ -75,6 +75,21 @@ def test_a_limit_of_memory_is_a_share_of_the_gpus_own_and_all_of_it_at_most(
     limit.assert_called_once_with(share)
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_cards_are_locked_in_one_order_whatever_order_they_are_seen_in(
+    order, gpu, monkeypatch, tmp_path
+):
+    """Two runs that each held what the other wants would wait for ever."""
+    uuids = {card: types.SimpleNamespace(uuid=letter) for card, letter in enumerate(order)}
+    monkeypatch.setattr(torch.cuda, "get_device_properties", uuids.get)
+    monkeypatch.setattr(hardware.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    locked = []
+    monkeypatch.setattr(hardware.fcntl, "flock", lambda stream, _: locked.append(stream.name[-6]))
+    with hardware.gpu_lock(torch.device("cuda")):
+        assert locked == ["a", "b"]
+
+
 # What decides which variants can run.
 
 

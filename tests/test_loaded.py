@@ -307,6 +307,44 @@ def test_a_checkpoint_that_one_process_does_not_see_is_gone_on_from_by_none(run,
     assert "is not there for all processes of the run" in refused(process.load())
 
 
+def test_a_refused_checkpoint_is_set_aside_by_the_first_process_alone(run):
+    run.begin().save(7)
+    for is_first in (False, True):
+        process = run.begin(dropout="none")
+        process.ranks.first = is_first
+        refused(process.load())
+        assert (run.folder / CHECKPOINT).exists() is not is_first
+    assert (run.folder / "checkpoint.refused").exists()
+
+
+@pytest.mark.parametrize(("alike", "drawn_by"), [(False, 1), (True, 0)])
+def test_a_process_draws_on_from_its_own_random_numbers_unless_all_draw_alike(
+    alike, drawn_by, run, monkeypatch
+):
+    states = [torch.Generator().manual_seed(seed).get_state() for seed in (3, 4)]
+    first = run.begin()
+    gather = first.ranks.gather
+
+    def gather_states(own):
+        return [{"cpu": state} for state in states] if "cpu" in own else gather(own)
+
+    monkeypatch.setattr(first.ranks, "gather", gather_states)
+    first.save(7)
+    second = run.begin()
+    second.ranks.rank = 1
+    second.strategy.draws_alike = alike
+    with torch.random.fork_rng(devices=[]):
+        second.load()
+        assert torch.equal(torch.get_rng_state(), states[drawn_by])
+
+
+def test_a_library_that_an_older_checkpoint_does_not_name_is_told(run, monkeypatch):
+    run.begin().save(7)
+    now = checkpoints.libraries() | {"new": "1.0"}
+    monkeypatch.setattr(checkpoints, "libraries", lambda: now)
+    assert run.begin().load() == (7, "went on under new 1.0 (it began with None)")
+
+
 def test_a_checkpoint_has_all_that_the_rest_of_the_run_depends_on(run):
     """The scale of the loss, and what an optimizer keeps in numbers, are no tensors."""
     first = run.begin()

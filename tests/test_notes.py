@@ -71,6 +71,14 @@ def test_sizes_of_data_and_model_are_noted(entry):
     assert sizes == {"params_total": 8, "params_trainable": 2, "layers": 4}
 
 
+def test_a_length_of_answers_that_the_preset_gives_stays_noted(entry):
+    data = types.SimpleNamespace(max_answer_length=None, samples=range(5), n_eval=3, n=7)
+    model = torch.nn.Linear(3, 2)
+    model.config = types.SimpleNamespace(num_hidden_layers=4)
+    notes.note_sizes(entry, data, model, steps=11)
+    assert entry["spec"]["preset"]["max_answer_length"] == 30
+
+
 @pytest.mark.parametrize(
     ("before", "steps", "resumed"), [(0, 5, None), (3, 8, 3)], ids=["begun", "resumed"]
 )

@@ -16,13 +16,16 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.tensor import DTensor, Shard
 
 from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.spec.settings import Settings
 from qa_lib.train.parallel import overlap, zero1
-from qa_lib.train.parallel.data_parallel import gather_model
+from qa_lib.train.parallel.data_parallel import DDP, gather_model
 from qa_lib.train.parallel.overlap import GradReadyHooks
 from qa_lib.train.parallel.pipeline import bubble, measured_bubble
 from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.parallel.tensor import Tensor
 from qa_lib.train.parallel.zero1 import ALIGN, FlatShard, Zero1
 from tests import warm
 from tests.conftest import slow
@@ -163,7 +166,8 @@ def by_one(tmp_path_factory, one_thread):
         key = json.dumps(dataclasses.asdict(case), sort_keys=True)
         if key not in folders:
             folder = tmp_path_factory.mktemp("one")
-            measured = trained(case, folder, ProcessGroup(DEVICE))
+            with ProcessGroup(DEVICE) as ranks:
+                measured = trained(case, folder, ranks)
             (folder / "rank-0.json").write_text(json.dumps(measured))
             folders[key] = folder
         return folders[key]
@@ -434,6 +438,60 @@ def test_an_overflow_of_one_process_is_one_of_all(monkeypatch):
     assert reduced == [torch.distributed.ReduceOp.MAX]
     assert parameter.tolist() == [1.0, 1.0], "the step is skipped"
     assert scaler.get_scale() == 2.0
+
+
+@pytest.fixture
+def alone():
+    """A process group of this process alone."""
+    with ProcessGroup(DEVICE) as ranks:
+        ranks.join(planned("P1"))
+        yield
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_the_state_of_a_cut_parameter_keeps_its_values_and_its_type(dtype, alone):
+    """Weights in bf16 have moments in fp32, and masters whose other bits are in int16."""
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    local = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
+    cut = DTensor.from_local(local.detach(), mesh, [Shard(0)])
+    strategy = types.SimpleNamespace(trained_of={local: cut})
+    state = torch.tensor([[1, -2, 3], [257, 1000, -32767]], dtype=dtype)
+    gathered = Tensor.gather(strategy, state, local)
+    torch.testing.assert_close(gathered, state, rtol=0, atol=0)
+    share = Tensor.shard(strategy, gathered, local)
+    torch.testing.assert_close(share, state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("parallel", "rounded"), [("ddp", False), ("ddp-bf16", True)])
+def test_ddp_sends_gradients_as_they_are_unless_bf16_is_asked_for(parallel, rounded, alone):
+    model = torch.nn.Linear(3, 1, bias=False)
+    strategy = DDP(model, ProcessGroup(DEVICE), Settings(parallel=parallel, compile="none"))
+    third = torch.full((1, 3), 1 / 3)
+    strategy.wrapped(model)(third).sum().backward()
+    assert torch.equal(model.weight.grad, third.bfloat16().float() if rounded else third)
+
+
+def test_ddp_averages_in_the_last_micro_batch_alone(alone):
+    model = torch.nn.Linear(3, 1)
+    strategy = DDP(model, ProcessGroup(DEVICE), Settings(parallel="ddp", compile="none"))
+    wrapper = strategy.wrapped(model)
+    averages = []
+    for last in (False, True):
+        with strategy.micro_batch(last):
+            averages.append(wrapper.require_backward_grad_sync)
+    assert averages == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16])
+def test_the_state_of_flattened_weights_keeps_its_values_and_its_type(dtype, alone):
+    weights = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (35, 17)]
+    flat_shard = FlatShard(weights, ProcessGroup(DEVICE))
+    state = torch.arange(-20, len(flat_shard.local_shard) - 20).to(dtype)
+    gathered = flat_shard.gather(state)
+    torch.testing.assert_close(gathered, state[:52], rtol=0, atol=0)
+    share = flat_shard.shard(gathered)
+    torch.testing.assert_close(share[:52], state[:52], rtol=0, atol=0)
+    assert share.shape == state.shape
 
 
 def test_a_trained_models_parameters_have_memory_of_their_own():

@@ -182,6 +182,14 @@ def test_batches_hold_what_they_may(samples):
     assert {width % 8 for _, width in seen} == {0}
 
 
+@pytest.mark.parametrize("most", [40, 45])
+def test_no_batch_is_padded_beyond_the_longest_window_that_may_be(most, tokenizer):
+    """A model may have no positions beyond it, where it is no multiple of 8."""
+    samples = built(EXAMPLES, tokenizer, most, 10)
+    assert samples.lengths.max() == most
+    assert max(width for _, width in predict._batches(samples, 10_000)) == most
+
+
 @pytest.fixture
 def asked(typed):
     """What is printed to one question."""
@@ -286,6 +294,16 @@ def test_a_model_answers_on_a_gpu_unless_it_is_quantized(config, has_gpu, device
     monkeypatch.setattr("torch.cuda.is_available", lambda: has_gpu)
     model = SimpleNamespace(config=SimpleNamespace(**config))
     assert predict.answering_device(model) == device
+
+
+def test_a_model_is_loaded_onto_the_device_that_it_answers_on(folder, monkeypatch):
+    monkeypatch.setattr(predict, "answering_device", lambda model: "meta")
+    assert predict.load_answerer(folder).model.device.type == "meta"
+
+
+@pytest.mark.parametrize("wrong", [0, -1, 1.5])
+def test_a_length_that_no_answer_has_is_refused(wrong, folder):
+    refused("max_answer_length", predict.ask, folder, "where", TEXT, max_answer_length=wrong)
 
 
 @pytest.fixture
@@ -541,6 +559,7 @@ def test_windows_are_those_of_the_reference_script_where_a_models_config_says_no
         (40, 10, (40, 10)),
         (96, 32, (48, 16)),  # more than the positions
         ("abc", 1, (48, 16)),  # no number
+        (True, 0, (48, 16)),  # nor is a bool
         (8, 9, (48, 16)),  # a stride that is too long
     ],
 )

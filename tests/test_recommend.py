@@ -357,6 +357,17 @@ def test_a_failure_counts_for_the_model_that_had_it(tmp_path):
     assert history.failed_records(little, tmp_path) == []
 
 
+def test_records_that_cannot_be_read_keep_nobody_from_a_choice_and_are_not_told(
+    failed_twice, capsys
+):
+    known = history.failed_records(unchosen(H100), failed_twice)
+    spoilt = failed_twice / "h100-full" / "A9-s0-000000"
+    spoilt.mkdir(parents=True)
+    (spoilt / "record.json").write_text("{")
+    assert history.failed_records(unchosen(H100), failed_twice) == known
+    assert capsys.readouterr().err == ""
+
+
 def test_what_a_search_tried_is_no_failure(tmp_path):
     tried = dataclasses.replace(unchosen(H100), variant="A1", search="max-batch")
     leave_end(tried, tmp_path, "oom", "OutOfMemoryError", step=1)

@@ -92,6 +92,22 @@ def test_a_jobs_minutes_are_those_of_its_limit_rounded_up_and_some_to_spare(tmp_
     assert "--time=12" in words
 
 
+def test_ctrl_c_does_not_reach_what_waits_for_a_job(tmp_path, monkeypatch):
+    """It would be gone before the job is."""
+    started = Mock()
+    monkeypatch.setattr(slurm, "subprocess", started)
+    launcher(tmp_path)._start(specs("A1")[0], tmp_path, {}, None)
+    assert started.Popen.call_args.kwargs["start_new_session"]
+
+
+def test_a_run_is_the_same_job_however_its_folder_is_named(tmp_path, monkeypatch):
+    """A driver cancels what one before it has left, which may have been started elsewhere."""
+    monkeypatch.chdir(tmp_path)
+    Path("link").symlink_to("runs")
+    paths = (tmp_path / "runs" / "A1", Path("runs/A1"), Path("link/A1"))
+    assert len({slurm.job_name(path) for path in paths}) == 1
+
+
 def test_runs_of_the_same_name_in_other_folders_are_other_jobs(tmp_path):
     names = {slurm.job_name(tmp_path / runs / "A1-s0-000000") for runs in ("a", "b")}
     assert len(names) == 2
@@ -194,6 +210,12 @@ def test_a_node_that_cannot_load_the_lab_is_one_line(cluster, tmp_path, monkeypa
     refused(said, slurm.probe_node, tmp_path / "runs", None)
 
 
+def test_why_slurm_refuses_to_ask_a_node_is_told(tmp_path, monkeypatch):
+    answer = Mock(returncode=1, stdout="", stderr="sbatch: error: invalid partition\n")
+    monkeypatch.setattr(slurm, "slurm", lambda *_, **__: answer)
+    refused("sbatch: error: invalid partition$", slurm.probe_node, tmp_path / "runs", None)
+
+
 def test_a_host_without_slurm_is_told_in_one_line(tmp_path, monkeypatch, typed):
     monkeypatch.setenv("PATH", str(tmp_path))
     words = f"sweep --launcher slurm --preset smoke --runs {tmp_path}"
@@ -201,8 +223,9 @@ def test_a_host_without_slurm_is_told_in_one_line(tmp_path, monkeypatch, typed):
     assert typed(words, code=2).startswith(said)
 
 
-def test_cards_of_this_machine_are_not_for_slurm(tmp_path, typed):
-    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path} --gpus 0"
+@pytest.mark.parametrize("option", ["--gpus 0", "--shared-gpu"])
+def test_cards_of_this_machine_are_not_for_slurm(option, tmp_path, typed):
+    words = f"sweep --launcher slurm --preset smoke --runs {tmp_path} {option}"
     assert typed(words, code=2).startswith("error: --gpus and --shared-gpu are")
 
 

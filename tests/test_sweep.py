@@ -685,6 +685,12 @@ def test_as_many_runs_are_at_work_on_a_cpu_as_its_cores_have_threads_for(
     assert launch.side_by_side(specs) == expected
 
 
+def test_the_cards_of_a_run_differ_even_where_one_has_two_places():
+    free = [0, 0, 1]
+    assert launch.take_cards(free, 2) == [0, 1]
+    assert free == [0]
+
+
 @pytest.mark.parametrize(
     ("exit_code", "output", "reason"),
     [
@@ -891,6 +897,24 @@ def test_a_sweep_without_names_is_of_all_variants_of_the_presets_task(preset, ta
     words = types.SimpleNamespace(variants=None, family=None, preset=preset)
     asked = sweep._variants_asked(words)
     assert asked == [name for name, variant in VARIANTS.items() if variant.task == task]
+
+
+def test_a_plan_needs_nothing_that_runs_notebooks(typed_sweep, monkeypatch):
+    monkeypatch.setattr(sweep, "check_runner", Mock(side_effect=ZeroDivisionError))
+    said, *_ = typed_sweep("--plan --variants A1")
+    assert "A1-s0-" in said
+
+
+def test_a_plan_tells_which_runs_are_finished(typed_sweep, tmp_path):
+    _, specs, *_ = typed_sweep("--variants A1,A2")
+    leave(tmp_path, specs[0], "oom")
+    said, *_ = typed_sweep("--plan --variants A1,A2")
+    assert [line.split()[1] for line in said.splitlines()[-2:]] == ["finished", "run"]
+
+
+def test_a_sweep_names_the_gpus_that_stay_idle(typed_sweep):
+    said, *_ = typed_sweep("--variants A1")
+    assert "--gpus 0 1 2 3 uses all" in said
 
 
 def test_a_sweeps_launcher_is_as_the_options_say(typed_sweep, tmp_path):

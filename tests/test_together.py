@@ -332,6 +332,11 @@ CAUSES = {
         [-15, -11],
         ("killed", "process 1 of 2 was ended by SIGSEGV"),
     ),
+    "a signal, rather than a peer that ended without a fault": (
+        [],
+        [1, -11],
+        ("killed", "process 1 of 2 was ended by SIGSEGV"),
+    ),
     "memory, before a kill by torchrun": (
         [(20.0, "OutOfMemory", "oom")],
         [1, -9],
@@ -355,6 +360,14 @@ def test_the_first_fault_is_the_cause(cause, tmp_path):
         write(fault_path(tmp_path, rank), {"at": at, "status": status, "error": error})
     torchrun.record_fault(spec, tmp_path, dict(enumerate(exit_codes)))
     assert end_of(tmp_path) == end
+
+
+def test_a_fault_that_is_in_the_record_is_not_told_again(tmp_path):
+    record.write_record(tmp_path, record.new_record(short(), {}))
+    fault = {"at": 1.0, "status": "error", "error": {"kind": "ValueError", "message": "a fault"}}
+    write(fault_path(tmp_path, 0), fault)
+    torchrun.record_fault(short(), tmp_path, {0: 1})
+    assert first_fault(tmp_path) is None
 
 
 @pytest.mark.parametrize(
@@ -402,12 +415,25 @@ def test_memory_that_other_runs_may_have_filled_is_an_error_of_any_process(
 # What cannot be shared.
 
 
+def test_deepspeed_is_given_to_torchrun_even_by_one_process(tmp_path, monkeypatch):
+    monkeypatch.setattr("qa_lib.lab.launch.anywhere.run_processes", lambda *_: "its record")
+    spec = dataclasses.replace(planned("P0-deepspeed", world=1), skip=None)
+    assert fit(spec, tmp_path, say=quiet) == "its record"
+
+
 def test_a_variant_of_one_process_is_refused_by_several(tmp_path, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
     said = "A1 trains in one process, and torchrun has started 2"
     refused(said, fit, planned(), tmp_path, say=quiet)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_variant_of_one_process_is_trained_by_a_torchrun_of_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr("torch.distributed.is_torchelastic_launched", lambda: True)
+    monkeypatch.setattr("qa_lib.lab.launch.anywhere.fit_here", lambda *_: "its record")
+    assert fit(planned(), tmp_path, say=quiet) == "its record"
 
 
 @pytest.mark.parametrize(
@@ -423,9 +449,12 @@ def test_a_variant_is_skipped_where_there_are_too_few_gpus(gpus, world, skip):
     assert planned("P-one-bucket", machine=machine, world=world).skip == skip
 
 
-def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped(tmp_path):
-    entry = fit(planned("P-one-bucket", machine=H200), tmp_path, say=quiet)
-    assert entry["status"] == "skipped"
+def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped_and_is_never_finished(tmp_path):
+    said = []
+    for _ in range(2):
+        entry = fit(planned("P-one-bucket", machine=H200), tmp_path, say=said.append)
+        assert entry["status"] == "skipped"
+    assert not any("finished" in line for line in said)
 
 
 @pytest.mark.parametrize(

@@ -106,8 +106,20 @@ def test_no_step_has_a_learning_rate_of_zero():
     assert rates[-1] == pytest.approx(spec.preset.learning_rate / 90)
 
 
-@pytest.mark.parametrize("variant", ["E-plain", "E-searched"])
-def test_a_rival_trains_at_the_rates_of_the_schedule(variant, samples, tmp_path):
+def test_the_optimizer_steps_at_the_rates_of_the_schedule(samples, tmp_path, monkeypatch):
+    spec = spec_of("A1", warmup=0.5)
+    used = []
+
+    def note(optimizer, _):
+        used.append(optimizer.param_groups[0]["lr"])
+
+    monkeypatch.setattr("qa_lib.train.loop.clip", note)
+    trained(spec, samples, tmp_path)
+    assert used == rates_of(spec, spec.preset.steps)
+
+
+@pytest.mark.parametrize("variant", ["A1", "E-plain", "E-searched"])
+def test_a_run_logs_the_rates_of_the_schedule(variant, samples, tmp_path):
     spec = spec_of(variant, settings={"compile": "none"}, warmup=0.5)
     trained(spec, samples, tmp_path)
     assert [line["lr"] for line in steps_of(tmp_path)] == rates_of(spec, spec.preset.steps)
@@ -616,6 +628,20 @@ def test_what_this_process_compiled_for_an_earlier_run_counts_as_found(monkeypat
     assert not compilation.found_in_cache(), "the run itself has compiled it"
     compilation.forget_compiled()
     assert compilation.found_in_cache()
+
+
+def test_a_run_begins_with_nothing_compiled(monkeypatch):
+    """Dynamo leaves a model uncompiled once this process has compiled a few before it."""
+    monkeypatch.setattr(compilation, "_compiled_before", False)
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(1))
+    counted = []
+
+    def note(*_):
+        counted.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+    monkeypatch.setattr("qa_lib.train.loop.train", note)
+    train(None, None, spec_of("A1"), DEVICE, None, quiet)
+    assert counted == [0]
 
 
 @pytest.mark.parametrize(
