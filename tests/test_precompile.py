@@ -31,9 +31,11 @@ def compiled(monkeypatch):
     def compile_later(kernel, likes, device):
         assert gate.wait(10)
         done.append((likes, device.type))
+        return MagicMock()
 
     monkeypatch.setattr(common, "_compile", compile_later)
-    monkeypatch.setattr(common, "_compiling", {})
+    monkeypatch.setattr(common, "_asked_for", set())
+    monkeypatch.setattr(common, "_unloaded", [])
     yield done, gate
     gate.set()
 
@@ -49,7 +51,7 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
         common.launch(kernel, (1,), x=on_cpu, y=None, rows=3, BLOCK=8)
     common.launch(kernel, (1,), x=torch.empty(3, device="meta"), rows=3)
     gate.set()
-    common.wait(common._compiling.values())
+    common.wait(common._unloaded)
     types = (torch.float32, torch.float16)
     assert sorted(done, key=str) == [
         ({"x": types, "y": None, "rows": rows, "BLOCK": 8}, "cuda") for rows in (3, 5)
@@ -67,6 +69,48 @@ def test_what_is_started_waits_for_what_is_being_compiled(compiled):
     common.launch(kernel, (7,), x=x, BLOCK=8)
     assert len(done) == 1
     assert started(kernel) == [((7,), (), {"x": x, "BLOCK": 8})]
+
+
+class Program:
+    """A compiled kernel that notes which thread loads it."""
+
+    def __init__(self, loaded_by: list):
+        self.loaded_by = loaded_by
+
+    @property
+    def run(self):
+        self.loaded_by.append(threading.current_thread())
+
+
+def test_programs_are_loaded_one_after_the_other_by_the_thread_that_launches(monkeypatch):
+    """Launchers of Triton 3.6 that two threads load at once take each other's function."""
+    loaded_by = []
+    monkeypatch.setattr(common, "_compile", lambda *_: Program(loaded_by))
+    monkeypatch.setattr(common, "_asked_for", set())
+    monkeypatch.setattr(common, "_unloaded", [])
+    kernel = MagicMock()
+    with FakeTensorMode():
+        for rows in (1, 2, 3):
+            common.launch(kernel, (1,), x=torch.empty(rows, device="cuda"), rows=rows)
+    common.wait(common._unloaded)
+    assert loaded_by == []
+    for _ in range(2):
+        common.launch(kernel, (1,), x=torch.ones(2))
+    assert loaded_by == 3 * [threading.current_thread()]
+
+
+def test_a_compilation_that_fails_is_left_to_the_launch(monkeypatch):
+    def fail(*_):
+        raise RuntimeError("no C compiler")
+
+    monkeypatch.setattr(common, "_compile", fail)
+    monkeypatch.setattr(common, "_asked_for", set())
+    monkeypatch.setattr(common, "_unloaded", [])
+    kernel = MagicMock()
+    with FakeTensorMode():
+        common.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
+    common.launch(kernel, (1,), x=torch.ones(2))
+    assert len(started(kernel)) == 1
 
 
 def test_an_operator_tells_shapes_by_what_it_does():

@@ -45,8 +45,12 @@ SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, 
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 
 _threads = ThreadPoolExecutor(4, "precompile")
-_lock = threading.Lock()
-_compiling: dict[tuple, Future] = {}
+_lock = threading.Lock()  # held while the driver is made
+_loading = threading.Lock()  # held while programs are loaded
+# The kernels that were asked for, each with what it is compiled for.
+_asked_for: set[tuple] = set()
+# Those of them that are not loaded yet.
+_unloaded: list[Future] = []
 # For each kernel that was compiled, whether an earlier process had compiled it.
 _cache_hits: list[bool] = []
 
@@ -82,8 +86,7 @@ def launch(kernel, grid: tuple[int, ...], /, **arguments) -> None:
         if tensor.is_cuda:
             _compile_in_thread(kernel, arguments, tensor.device)
         return
-    # An error of a compilation is not raised here: the launch meets it again, and raises it.
-    wait([future for future in _compiling.values() if not future.done()])
+    _load_compiled()
     kernel[grid](**arguments)
 
 
@@ -100,8 +103,9 @@ def _compile_in_thread(kernel, arguments: dict, device: torch.device) -> None:
     """Compile a kernel for arguments like these, unless that was begun before."""
     likes = {name: _like(argument) for name, argument in arguments.items()}
     key = (id(kernel), *likes.items())
-    if key not in _compiling:
-        _compiling[key] = _threads.submit(_compile, kernel, likes, device)
+    if key not in _asked_for:
+        _asked_for.add(key)
+        _unloaded.append(_threads.submit(_compile, kernel, likes, device))
 
 
 def _like(argument):
@@ -111,15 +115,38 @@ def _like(argument):
     return argument.dtype if isinstance(argument, torch.Tensor) else argument
 
 
-def _compile(kernel, likes: dict, device: torch.device) -> None:
-    """Compile a kernel in this thread, and have the function made that launches it."""
+def _compile(kernel, likes: dict, device: torch.device):
+    """Compile a kernel in this thread, and its launcher; return the program, which is not loaded.
+
+    The launcher is a module in C, for which Triton calls the C compiler. It stays in Triton's cache
+    on the disk, and what is loaded of it here is dropped (see _load_compiled).
+    """
     from triton.runtime import driver
 
     torch.cuda.set_device(device)
     with _lock:
         driver.active.get_current_device()  # the first call makes the driver
     program = _warmup(kernel, likes)
-    program.run  # noqa: B018  reading it loads the program and makes the launching function
+    driver.active.launcher_cls(program.src, program.metadata)
+    return program
+
+
+def _load_compiled() -> None:
+    """Wait for the threads, and load the programs that they compiled, one after the other.
+
+    Up to Triton 3.6 the launchers' modules have one name. Where CPython loads such a module again
+    it fills the module object that has the name now, be it another launcher's: two threads at once
+    would take each other's launching function.
+    """
+    if not _unloaded:
+        return
+    with _loading:
+        wait(_unloaded)
+        for future in _unloaded:
+            # The launch meets a compilation's error again, and raises it.
+            if future.exception() is None:
+                future.result().run  # noqa: B018  reading it loads the program
+        _unloaded.clear()
 
 
 def found_compiled() -> bool:
