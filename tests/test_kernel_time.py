@@ -5,8 +5,9 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
+from qa_lib.data.batches import BUCKET
 from qa_lib.measure import trace
-from qa_lib.measure.kernel_time import PROFILED, KernelTime
+from qa_lib.measure.kernel_time import KernelTime
 from qa_lib.measure.meter import Hooks, Meter
 from qa_lib.run.fit import hooks_of
 from qa_lib.run.notes import why_untimed
@@ -32,17 +33,15 @@ def profiler(monkeypatch):
 
 
 def test_the_last_steps_are_profiled_and_read(profiler):
-    hooks = KernelTime(steps=20)
+    hooks = KernelTime(steps=20, untimed_steps=4)
     for number in range(1, 21):
         hooks.finished(number)
-        running = profiler.start.called and not profiler.stop.called
-        assert running == (20 - KernelTime.untimed_steps <= number < 20)
-    assert profiler.step.call_count == KernelTime.untimed_steps
-    assert hooks.kernel_ms == pytest.approx(7.0 / PROFILED)
+        assert (profiler.start.called, profiler.stop.called) == (number >= 16, number == 20)
+    assert hooks.kernel_ms == pytest.approx(7.0 / 4)
 
 
 def test_a_run_that_is_resumed_in_its_last_steps_has_no_kernel_time(profiler):
-    hooks = KernelTime(steps=20)
+    hooks = KernelTime(steps=20, untimed_steps=4)
     hooks.finished(19)
     hooks.finished(20)
     assert hooks.kernel_ms is None
@@ -54,11 +53,16 @@ def test_runs_that_are_timed_alone_on_a_gpu_are_profiled():
     assert isinstance(hooks_of(spec, 300, GPU, shared=False), KernelTime)
 
 
+def test_of_batches_that_differ_in_length_a_whole_span_is_profiled():
+    spec = planned("A4", sizes={"quality": False, "measure_from": 100})
+    assert hooks_of(spec, 300, GPU, shared=False).untimed_steps == BUCKET
+
+
 @pytest.mark.parametrize(
     ("quality", "steps", "device", "shared"),
     [
         (True, 300, "cuda", False),
-        (False, 130, "cuda", False),
+        (False, 105, "cuda", False),
         (False, 300, "cpu", False),
         (False, 300, "cuda", True),
     ],

@@ -313,6 +313,11 @@ def test_compilation_is_of_all_steps_of_the_warm_up(spread_meter):
     assert spread_meter.compile_s() == pytest.approx(9.0 + 3.0 - 2 * 0.05)
 
 
+def test_what_was_compiled_before_the_first_step_is_compilation_too(spread_meter):
+    spread_meter.compiled_before_s = 40.0
+    assert spread_meter.compile_s() == pytest.approx(40.0 + 9.0 + 3.0 - 2 * 0.05)
+
+
 def test_compilation_takes_no_less_than_nothing_and_is_unknown_without_a_warm_up(spread_meter):
     spread_meter.times[:2] = [0.01, 0.01]
     assert spread_meter.compile_s() == 0.0

@@ -10,40 +10,29 @@ from torch.profiler import ProfilerActivity
 
 from qa_lib.measure.meter import Hooks
 
-PROFILED = 3  # steps that are read
-STARTING = 1  # steps before these, which pay for the profiler's start
-
 
 class KernelTime(Hooks):
     """Profiles the last steps of a training on a GPU, which has `steps` in all.
 
-    The profiler slows the host, so that these steps are not timed. `kernel_ms` is None until they
-    are done.
+    The profiler slows the host, so that these `untimed_steps` are not timed. `kernel_ms` is their
+    mean, in milliseconds a step, and None until they are done.
     """
 
-    untimed_steps = STARTING + PROFILED
-
-    def __init__(self, steps: int):
-        self.begin = steps - self.untimed_steps
-        self.steps = steps
+    def __init__(self, steps: int, untimed_steps: int):
+        self.untimed_steps = untimed_steps
+        self.begin = steps - untimed_steps
+        self.end = steps
         self.kernel_ms: float | None = None
-        self.profiler = None
+        self.started = False  # and stays so where a run is resumed within its last steps
+        self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
 
     def finished(self, steps: int) -> None:
-        if steps < self.begin:
-            return
-        torch.cuda.synchronize()  # so that a step's kernels run before the next one begins
         if steps == self.begin:
-            schedule = torch.profiler.schedule(wait=0, warmup=STARTING, active=PROFILED, repeat=1)
-            self.profiler = torch.profiler.profile(
-                activities=[ProfilerActivity.CUDA], schedule=schedule
-            )
+            torch.cuda.synchronize()  # so that what the steps before it launched is not seen
             self.profiler.start()
-            return
-        if self.profiler is None:  # it was resumed behind the begin
-            return
-        self.profiler.step()
-        if steps == self.steps:
+            self.started = True
+        elif steps == self.end and self.started:
+            torch.cuda.synchronize()
             self.profiler.stop()
             self.kernel_ms = self._read()
 
@@ -52,4 +41,4 @@ class KernelTime(Hooks):
         from qa_lib.measure import trace  # which imports pandas, and other runs do without
 
         busy_ms, _ = trace.busy_and_exposed(trace.read(trace.export(self.profiler)))
-        return busy_ms / PROFILED
+        return busy_ms / self.untimed_steps

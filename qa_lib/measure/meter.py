@@ -116,6 +116,7 @@ class Meter:
         self.warm_up = warm_up
         self.until = until
         self.measured = slice(warm_up, until)
+        self.compiled_before_s = 0.0  # seconds of compilation before the first step
         self.peak_from = min(peak_from, warm_up)
         self.laps = []  # of the steps since the last flush
         self.times: list[float] = []  # seconds of each step
@@ -229,12 +230,14 @@ class Meter:
     def compile_s(self) -> float | None:
         """Return the seconds by which the warm-up steps exceeded as many median steps.
 
-        That is compilation, capture and first allocations.
+        That is compilation, capture and first allocations. What was compiled before the first step
+        is added.
         """
         median = self.step_ms().median
         if not self.warm_up or median is None:
             return None
-        return max(0.0, sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3)
+        in_steps_s = sum(self.times[: self.warm_up]) - self.warm_up * median / 1e3
+        return self.compiled_before_s + max(0.0, in_steps_s)
 
     def speed(self, step: "StepFlops", matrix_tflops: float, devices: int = 1) -> Speed:
         """Return the rates over the measured steps, of all `devices` together.

@@ -350,7 +350,7 @@ def overlap(step: Callable[[], object], device) -> dict[str, float | None]:
         return {"busy_ms": None, "exposed_ms": None}
     # A profiler takes long to start: in the warm-up the processes wait for each other's.
     steps = schedule(wait=0, warmup=1, active=OVERLAP_STEPS, repeat=1)
-    with profile(activities=[ProfilerActivity.CUDA], schedule=steps) as profiler:
+    with profile(activities=[ProfilerActivity.CUDA], schedule=steps, acc_events=True) as profiler:
         for _ in range(1 + OVERLAP_STEPS):
             step()
             torch.cuda.synchronize()

@@ -205,7 +205,7 @@ class Time:
     """
 
     train_s: Number | None = None
-    """Seconds of the optimizer steps."""
+    """Seconds of the optimizer steps, and of what was compiled before the first of them."""
 
     eval_s: Number | None = None
     """Seconds of the evaluation."""

@@ -19,7 +19,7 @@ import psutil
 import torch
 from safetensors import SafetensorError
 
-from qa_lib.data.batches import Batches
+from qa_lib.data.batches import BUCKET, Batches
 from qa_lib.data.load import Data, batches_of
 from qa_lib.errors import first_line
 from qa_lib.measure import hardware
@@ -42,6 +42,8 @@ from qa_lib.spec.spec import Spec
 from qa_lib.train.compile import forget_compiled, start_compilers, use_plain_paths
 from qa_lib.train.parallel.data_parallel import gather_model
 from qa_lib.train.parallel.process_group import ProcessGroup
+
+PROFILED_STEPS = 3  # whose kernel time is a run's, where all steps are alike
 
 _run_ids: list[str] = []  # the runs that this process has worked on
 
@@ -149,19 +151,20 @@ def fit(
 def hooks_of(spec: Spec, steps: int, device: torch.device, shared: bool) -> Hooks:
     """Return what listens to a training of so many steps: KernelTime, where it costs little.
 
-    That is on a GPU that others do not use, in one process, for a run that is timed for at least
-    ten times as many steps as KernelTime takes. A model that is scored is not profiled, so that its
-    minutes are those of training.
+    That is on a GPU that others do not use, in one process, for a run of which most steps are timed
+    all the same. A model that is scored is not profiled, so that its minutes are those of training.
     """
-    timed = steps - spec.preset.measure_from
+    # The micro-batches of a span differ in length, and a whole one has them all.
+    untimed = BUCKET if spec.settings.group_by_length else PROFILED_STEPS
+    timed = steps - spec.preset.measure_from - untimed
     profiles = (
         device.type == "cuda"
         and spec.world == 1
         and not shared
         and not spec.preset.quality
-        and timed >= 10 * KernelTime.untimed_steps
+        and timed >= 2 * untimed
     )
-    return KernelTime(steps) if profiles else Hooks()
+    return KernelTime(steps, untimed) if profiles else Hooks()
 
 
 def prepare(

@@ -191,7 +191,7 @@ def note_times(entry: dict, spec: Spec, meter: Meter, joules: float | None, spee
     """Put into a record what was timed: speed, step times, compilation, energy."""
     entry["speed"] = dataclasses.asdict(speed)
     entry["time"]["step_ms"] = dataclasses.asdict(meter.step_ms())
-    entry["time"]["train_s"] = sum(meter.times)
+    entry["time"]["train_s"] = meter.compiled_before_s + sum(meter.times)
     entry["time"]["data_ms"] = meter.data_ms()
     entry["energy"]["joules_per_sample"] = joules
     if entry["parallel"]["efficiency"] and speed.samples_per_s:

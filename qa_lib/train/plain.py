@@ -7,6 +7,7 @@ by autocast, with pure-bf16 in weights and moments, too. With the engine `search
 that peers/search.py found to pay (`SearchedStep`). These runs do not resume.
 """
 
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,15 +65,19 @@ def train(
         peak_from = 0
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats()
+        begun = time.perf_counter()
         step = SearchedStep(peer, settings, peak_rate(spec), example)
+        compiled_s = time.perf_counter() - begun
     else:
         peak_from = PEAK_FROM
+        compiled_s = 0.0  # it is compiled in its first steps
         step = PlainStep(peer, settings.precision, settings.compile, peak_rate(spec))
     torch.manual_seed(spec.seed)
     scaler = torch.amp.GradScaler(enabled=False)
     log = StepLog(run_dir, spec, batches.steps, begin=0, scaler=scaler, ranks=ranks, say=say)
     until = batches.steps - hooks.untimed_steps
     meter = Meter(device, spec.preset.measure_from, peak_from, until)
+    meter.compiled_before_s = compiled_s
     for number in range(1, batches.steps + 1):
         rate = learning_rate(spec, number - 1, batches.steps)
         micro_batches = batches.step(number - 1)

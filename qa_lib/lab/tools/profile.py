@@ -206,7 +206,11 @@ class TimeHooks(Hooks):
         schedule = torch.profiler.schedule(
             skip_first=warm, wait=0, warmup=1, active=PROFILED, repeat=1
         )
-        self.profiler = torch.profiler.profile(schedule=schedule, record_shapes=True)
+        self.profiler = torch.profiler.profile(
+            schedule=schedule,
+            record_shapes=True,
+            acc_events=True,  # else it warns that it forgets the events of earlier cycles
+        )
 
     def finished(self, steps: int) -> None:
         if torch.cuda.is_available() and steps >= self.warm:
