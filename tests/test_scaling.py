@@ -153,7 +153,7 @@ def test_there_is_no_lead_over_the_trainer_as_it_comes(speeds):
 
 
 def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
-    speeds = {"E-uncompiled": 200.0, "E-plain-graphs": 100.0}
+    speeds = {"E-uncompiled": 200.0, "E-searched": 100.0}
     for seed, size, variant in itertools.product(SEEDS, (8, 32, 64), speeds):
         scatter = 40.0 * seed if size == 8 else 0.0
         make(

@@ -650,7 +650,7 @@ def test_pipelines_and_several_processes_are_other_runs():
 
 
 def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
-    assert tagged("plain") == ["E-plain", "E-plain-graphs", "L-plain", "L-plain-bf16"]
+    assert tagged("plain") == ["E-searched", "L-plain", "L-plain-bf16", "L-searched"]
     assert tagged("quickstart") == ["A1", "A2", "A3", "A4", "A4-b", "B1", "C1", "E-packed"]
     assert find_family("C") == ["C1", "C2-8", "C2"]
     refused("unknown family 'Z'", find_family, "Z")

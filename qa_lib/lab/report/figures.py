@@ -91,7 +91,8 @@ def picture_link(path: Path) -> str:
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
-    Beside each bar stand its factors to the baseline and to the variant that it changes.
+    Beside each bar stand its factors to the baseline, by samples/s and by kernel time, and to the
+    variant that it changes.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
@@ -117,6 +118,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         {
             "samples/s": speed.map(number),
             f"× {base}": shown["ratio"].map(number),
+            "by kernels": shown["kernel_ratio"].map(number),
             "× variant above": _gains(shown),
             "n": shown["n"].map(str),
         },

@@ -33,6 +33,7 @@ MEASURES = {
     "step_ms": "time.step_ms.median",
     "step_p10_ms": "time.step_ms.p10",
     "step_p90_ms": "time.step_ms.p90",
+    "kernel_ms": "time.kernel_ms",
     "busy": "speed.gpu_busy",
     "gemm_utilization": "speed.gemm_utilization",
     "joules": "energy.joules_per_sample",
@@ -71,6 +72,8 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     - those of MEASURES, mfu and score, each with its interval `NAME±`
     - ratio: samples/s over the baseline's under the same values of the AXES, with `ratio±` where
       the baseline has run with all of the line's seeds
+    - kernel_ratio: the baseline's kernel time of a step over the line's, for steps of as many
+      samples; NaN where one of them has none
     - delta: the score minus the baseline's over the seeds that both have, with `delta±`
     - warm_compile_s: the longest compilation of the runs that found code compiled
     - break_even: optimizer steps after which compilation is made up for, inf if never
@@ -103,6 +106,7 @@ def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
     # A ratio is of the means of all seeds, and its interval of ratios of equal seeds.
     lines["ratio"] = lines["samples_per_s"] / base_lines["samples_per_s"]
     lines["ratio±"] = lines["ratio±"].where(lines["paired"] == 1)
+    lines["kernel_ratio"] = base_lines["kernel_ms"] / lines["kernel_ms"]
     is_base_line = lines.index.get_level_values("variant") == base_name
     lines.loc[is_base_line, ["ratio±", "delta±"]] = math.nan
 
@@ -218,6 +222,8 @@ def columns(score: str, base: str) -> list[Column]:
         Column("tokens_per_s", "tokens/s"),
         Column("ratio", f"× {base}"),
         Column("step", "step ms [p10–p90]"),
+        Column("kernel_ms", "kernel ms", interval=False),
+        Column("kernel_ratio", f"× {base} by kernels"),
         Column("waits", "waits for data, at most", percent),
         Column("busy", "GPU busy", percent, interval=False),
         Column("gemm_utilization", "GEMM utilization", percent, interval=False),
