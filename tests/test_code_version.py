@@ -9,6 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from qa_lib.records import code
+from qa_lib.loaded import CODE
 from qa_lib.records.code import code_version
 from tests.material import ROOT, python, refused
 
@@ -25,7 +26,7 @@ def test_records_name_the_commit_that_they_come_from(monkeypatch):
 def test_a_commit_may_be_named_by_its_whole_hash(monkeypatch):
     commit = "6a62aa811ff8dd3949b38cfc2455a4701afa452b"
     monkeypatch.setenv("QA_LIB_COMMIT", commit)
-    assert code_version() == {"commit": commit, "dirty": None}
+    assert code_version() == {"commit": commit, "dirty": None, "digest": CODE.digest}
 
 
 @pytest.mark.parametrize("name", ["6a62aa8", "main", "$(rm -rf)"])
@@ -176,4 +177,4 @@ def test_a_hash_has_40_hexadecimal_digits_and_nothing_else(monkeypatch, name):
 def test_where_git_does_not_tell_neither_commit_nor_changes_are_known(monkeypatch, fault):
     monkeypatch.setenv("QA_LIB_COMMIT", "")
     monkeypatch.setattr(code.subprocess, "run", Mock(side_effect=fault))
-    assert code_version() == {"commit": None, "dirty": None}
+    assert code_version() == {"commit": None, "dirty": None, "digest": CODE.digest}

@@ -232,7 +232,7 @@ def test_code_was_found_compiled_by_the_caches_word_or_within_a_second(cached, c
 
 
 def test_a_variant_of_another_day_has_no_timed_run_of_the_baselines_code():
-    columns = ["spec.variant", "code.commit", "speed.samples_per_s"]
+    columns = ["spec.variant", "code", "speed.samples_per_s"]
     rows = [
         ("A1", "a", 1.0),
         ("A2", "a", 1.0),
@@ -252,6 +252,28 @@ def test_versions_of_the_code_are_named_once_and_with_their_changes():
         "code.dirty": [False, False, True, None, False],
     })  # fmt: skip
     assert evidence.commits(runs) == "aaaaaaa, aaaaaaa with changes, bbbbbbb, unknown"
+
+
+def test_commits_between_which_the_code_is_equal_are_one_version():
+    runs = pd.DataFrame({
+        "code.commit": ["b" * 40, "a" * 40, "c" * 40, "d" * 40],
+        "code.dirty": [None, None, None, False],
+        "code.digest": ["1" * 64, "1" * 64, "2" * 64, None],
+    })  # fmt: skip
+    assert evidence.commits(runs) == "aaaaaaa, ccccccc, ddddddd"
+
+
+def test_runs_are_of_one_code_by_its_digest_and_without_one_by_the_commit(tmp_path):
+    codes = [("a", "1"), ("b", "1"), ("b", None), ("b", "2")]
+    for seed, (commit, digest) in enumerate(codes):
+        code = {"commit": 40 * commit, "dirty": None, "digest": digest and 64 * digest}
+        edited(make(tmp_path, "A1", seed) / "record.json", code=code)
+    assert evidence.load_runs(tmp_path)["code"].tolist() == [
+        64 * "1",
+        64 * "1",
+        40 * "b",
+        64 * "2",
+    ]
 
 
 def test_parallel_variants_and_those_that_train_all_are_known_by_name():

@@ -74,8 +74,8 @@ def test_an_efficiency_has_an_interval_over_equal_seeds(several):
 
 def test_an_efficiency_against_other_code_has_no_interval_and_says_so(several):
     is_alone = several["world"] == 1
-    code = several["code.commit"].mask(is_alone, "f" * 40)
-    line = scaling.scaling(several.assign(**{"code.commit": code})).iloc[-1]
+    code = several["code"].mask(is_alone, "f" * 40)
+    line = scaling.scaling(several.assign(**{"code": code})).iloc[-1]
     assert line["reference"] == "E-dropout of another day"
     assert math.isnan(line["strong±"])
 
@@ -219,6 +219,7 @@ def gpu_runs(*lines):
             "micro_batch": micro_batch,
             "speed.samples_per_s": speed,
             "code.commit": "a",
+            "code": "a",
             **more,
         })  # fmt: skip
     return pd.DataFrame(rows)

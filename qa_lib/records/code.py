@@ -1,10 +1,11 @@
-"""Which code a record comes from: the commit of the checkout, and whether its code was changed."""
+"""Which code a record comes from: a digest of its files, and the commit of the checkout."""
 
 import os
 import re
 import subprocess
 from pathlib import Path
 
+from qa_lib.loaded import CODE
 from qa_lib.records.files import RecordError
 
 # Matches a line of a notebook that `make links` writes: the address to clone from, or a link to
@@ -13,9 +14,10 @@ LINK = r"(git clone .*|\]\()https://([a-z.]+/)?github"
 
 
 def code_version() -> dict:
-    """Return the `commit` of the checkout that this package is in, and whether it is `dirty`.
+    """Return the `commit` of this package's checkout, whether it is `dirty`, and the `digest`.
 
-    Both are None where git does not tell. $QA_LIB_COMMIT, where it is set, gives the commit: for
+    The digest is of the code that this process has loaded. Commit and dirty are None where git does
+    not tell. $QA_LIB_COMMIT, where it is set, gives the commit: for
     code that was copied without its history, or into a checkout of an older commit. Whether that
     code was changed is then not known. Raises RecordError for a commit that is no whole hash.
     """
@@ -25,11 +27,12 @@ def code_version() -> dict:
             raise RecordError(
                 f"QA_LIB_COMMIT={named!r} is not a commit's whole hash, 40 hexadecimal digits"
             )
-        return {"commit": named, "dirty": None}
+        return {"commit": named, "dirty": None, "digest": CODE.digest}
     try:
-        return {"commit": _git("rev-parse", "HEAD"), "dirty": _is_code_changed()}
+        commit = _git("rev-parse", "HEAD")
+        return {"commit": commit, "dirty": _is_code_changed(), "digest": CODE.digest}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
+        return {"commit": None, "dirty": None, "digest": CODE.digest}
 
 
 def _is_code_changed() -> bool:

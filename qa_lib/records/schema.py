@@ -89,6 +89,12 @@ class CodeSection:
     dirty: Flag | None = None
     """Whether the code differed from the commit; null where that is not known."""
 
+    digest: str | None = None
+    """SHA-256 of all files that decide what a training computes (loaded.py).
+
+    It tells more than a commit, which may change a page alone, and is known without a history.
+    """
+
 
 @dataclass(kw_only=True)
 class DataSection:

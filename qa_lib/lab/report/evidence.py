@@ -101,11 +101,18 @@ def load_runs(
 def as_frame(runs: list[Run]) -> pd.DataFrame:
     """Return a DataFrame with a row for each run.
 
-    Columns: each value of the record by its path, `run` (the archive.Run itself), and AXES.
+    Columns: each value of the record by its path, `run` (the archive.Run itself), AXES, and `code`,
+    which is equal where the code was: its digest, or the commit in records without one.
     """
     if not runs:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
-    return with_axes(pd.json_normalize([run.record for run in runs]).assign(run=runs))
+    frame = with_axes(pd.json_normalize([run.record for run in runs]).assign(run=runs))
+    return frame.assign(code=_digests(frame).fillna(frame["code.commit"]))
+
+
+def _digests(runs: pd.DataFrame) -> pd.Series:
+    """Return the digest of each run's code; records of before November 28, 2026 have none."""
+    return runs.reindex(columns=["code.digest"])["code.digest"]
 
 
 def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
@@ -371,10 +378,10 @@ def timed_on_other_days(runs: pd.DataFrame) -> list[str]:
     Such runs are of another day, and perhaps of a host that launches kernels faster or slower.
     """
     timed = runs[runs["speed.samples_per_s"].notna()]
-    code_of_baseline = timed.loc[timed["spec.variant"] == baseline(runs), "code.commit"]
+    code_of_baseline = timed.loc[timed["spec.variant"] == baseline(runs), "code"]
     if code_of_baseline.empty:
         return []
-    is_same_code = timed["code.commit"].isin(code_of_baseline)
+    is_same_code = timed["code"].isin(code_of_baseline)
     together = is_same_code.groupby(timed["spec.variant"]).any()
     return [name for name in VARIANTS if name in together.index and not together[name]]
 
@@ -420,7 +427,12 @@ def in_table_order(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def commits(runs: pd.DataFrame) -> str:
-    """Return the versions of the code that runs are of: 'a1b2c3d, e4f5a6b with changes'."""
+    """Return the versions of the code that runs are of: 'a1b2c3d, e4f5a6b with changes'.
+
+    Commits between which the code is equal are one version, and the first of them names it.
+    """
     names = runs["code.commit"].fillna("unknown").str[:7]
     is_changed = runs["code.dirty"].eq(True)
-    return ", ".join(sorted(set(names.mask(is_changed, names + " with changes"))))
+    names = names.mask(is_changed, names + " with changes")
+    of_equal_code = names.groupby(_digests(runs)).transform("min")
+    return ", ".join(sorted(set(of_equal_code.fillna(names))))

@@ -115,7 +115,7 @@ def _measured(done: pd.DataFrame) -> pd.DataFrame:
         of_processes = done.filter(regex=f"^{pattern}$").astype(float)
         slowest = of_processes.max(axis="columns")
         values[name] = slowest / of_processes.min(axis="columns") - 1
-    values["code"] = done["code.commit"]
+    values["code"] = done["code"]
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})
     index = pd.MultiIndex.from_frame(keys[[*KEYS, "seed"]])
     return values.set_index(index).sort_index()
