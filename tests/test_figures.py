@@ -66,6 +66,15 @@ def test_the_title_of_the_ladder_says_how_far_it_reaches(own):
 def test_the_ladder_has_columns_of_numbers_beside_its_bars(own):
     texts = {text.get_text() for text in figures.fig_ladder(own).axes[0].texts}
     assert texts >= {"samples/s", "× A1", "× variant above"}
+    assert "by kernels" not in texts, "no run on a CPU has kernel time"
+
+
+def test_ratios_of_kernel_times_stand_beside_those_of_speeds(own):
+    of_variant = {"A1": 50.0, "A2": 20.0}
+    with_kernels = own.assign(**{"time.kernel_ms": own["spec.variant"].map(of_variant)})
+    texts = [text.get_text() for text in figures.fig_ladder(with_kernels).axes[0].texts]
+    at = texts.index("by kernels")
+    assert texts[at + 1 : at + 4] == ["1.00", "2.50", "–"]
 
 
 def test_a_rung_is_compared_with_what_it_changes_which_is_named_where_it_is_not_above(own):

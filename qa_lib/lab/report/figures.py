@@ -113,16 +113,16 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     axis = figure.subplots()
     _draw_speeds(axis, shown, base)
     speed = shown["samples_per_s"]
-    style.columns(
-        axis,
-        {
-            "samples/s": speed.map(number),
-            f"× {base}": shown["ratio"].map(number),
-            "by kernels": shown["kernel_ratio"].map(number),
-            "× variant above": _gains(shown),
-            "n": shown["n"].map(str),
-        },
-    )
+    columns = {
+        "samples/s": speed.map(number),
+        f"× {base}": shown["ratio"].map(number),
+        "by kernels": shown["kernel_ratio"].map(number),
+        "× variant above": _gains(shown),
+        "n": shown["n"].map(str),
+    }
+    if shown["kernel_ratio"].isna().all():
+        del columns["by kernels"]
+    style.columns(axis, columns)
     names = [f"{name}: {VARIANTS[name].why}" for name in shown["variant"]]
     style.name_bars(axis, [style.wrap(name, 48) for name in names])
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
