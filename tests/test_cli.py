@@ -542,6 +542,7 @@ def test_an_output_that_fails_at_the_end_is_told_as_one_that_fails_before(monkey
         (81.5, 50.0, "A1: ok, samples/s 80.25, F1 81.50"),
         (50.0, 50.0, "A1: ok, samples/s 80.25, F1 50.00"),
         (49.99, 50.0, "A1: ok, samples/s 80.25, F1 49.99, never answering 50.00"),
+        (0.0, 0.0, "A1: ok, samples/s 80.25, F1 0.00"),
         (None, 50.0, "A1: ok, samples/s 80.25"),
     ],
 )

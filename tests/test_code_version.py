@@ -8,8 +8,8 @@ from unittest.mock import Mock
 
 import pytest
 
-from qa_lib.records import code
 from qa_lib.loaded import CODE
+from qa_lib.records import code
 from qa_lib.records.code import code_version
 from tests.material import ROOT, python, refused
 

@@ -10,6 +10,7 @@ import torch
 from qa_lib.measure.trace import busy_and_exposed
 from qa_lib.records.schema import Noise
 from qa_lib.spec.settings import Settings
+from qa_lib.train import grad_noise
 from qa_lib.train.grad_noise import REFERENCE, SMOOTHING, efficiency, noise_from_norms
 from qa_lib.train.parallel import overlap, zero1
 from qa_lib.train.parallel.data_parallel import OneBucketDDP, square_norm
@@ -217,6 +218,12 @@ def test_more_steps_for_the_overlap_change_no_noise(ranks, note_overlap):
 def test_more_steps_for_the_overlap_note_no_waits(ranks, note_overlap):
     note_overlap()
     assert len(ranks.stats.waits) == 0
+
+
+def test_a_pipelines_waits_are_means_over_its_last_steps_alone(ranks):
+    for seconds in [9.0, *[1.0] * grad_noise.KEPT]:
+        ranks.stats.waits.append(([(0.0, seconds)], (0.0, seconds)))
+    assert ranks.stats.pipelined() == (1.0, 1.0)
 
 
 def event(category: str, name: str, begin_us: int, us: int) -> dict:

@@ -218,6 +218,8 @@ def meter():
     return Mock(
         times=[3.0, 1.0, 2.0],
         warm_up=1,
+        measured=slice(1, None),
+        compiled_before_s=0.0,
         step_ms=lambda: StepTime(n=2, median=1500.0, p10=1100.0, p90=1900.0),
         data_ms=lambda: 7.0,
         compile_s=lambda: 1.5,
@@ -250,4 +252,5 @@ def test_goodput_is_speed_times_efficiency(efficiency, goodput, entry, meter):
 def test_a_run_is_timed_from_one_step_beyond_its_warm_up_on(meter):
     assert notes.why_untimed(meter) is None
     meter.warm_up = 3
+    meter.measured = slice(3, None)
     assert "too few steps to time: 3, of which the first 3" in notes.why_untimed(meter)

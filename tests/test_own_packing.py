@@ -5,6 +5,7 @@ import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
+from qa_lib.own import packed_model
 from qa_lib.own.packing import PackedCollator, pack
 from qa_lib.own.speed_up import KINDS, speed_up
 from tests.material import refused
@@ -77,6 +78,17 @@ def test_batches_of_a_dataset_of_a_list_and_of_a_loader_are_equal():
 
 def shapes_of(batch) -> dict[str, tuple]:
     return {name: tuple(tensor.shape) for name, tensor in batch.items()}
+
+
+def test_what_is_laid_out_again_has_zeros_for_padding():
+    hidden = torch.arange(1.0, 11.0).view(1, 5, 2)
+    cu_seqlens = torch.tensor([0, 2, 5])
+    mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
+    laid_out = packed_model.padded(hidden, cu_seqlens, mask)
+    assert laid_out.tolist() == [
+        [[1.0, 2.0], [3.0, 4.0], [0.0, 0.0]],
+        [[5.0, 6.0], [7.0, 8.0], [9.0, 10.0]],
+    ]
 
 
 def test_full_sequences_have_one_shape_in_all_epochs():

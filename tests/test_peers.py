@@ -14,7 +14,7 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from qa_lib.peers import adamw, bert, gpt2, packing, processes, search, search_trainer
+from qa_lib.peers import adamw, bert, gpt2, mpnet, packing, processes, search, search_trainer
 from qa_lib.peers.adamw import CompiledAdamW, _round_stochastically
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.processes import Measurements
@@ -464,6 +464,18 @@ def test_attention_has_a_rate_of_its_own_or_that_of_all_dropouts_and_none_out_of
     monkeypatch.setitem(table, name, noting)
     run_once(RIVAL_MODELS[peer](attention_dropout=rate).train(trains), peer)
     assert rates == [seen] * 2
+
+
+@pytest.mark.parametrize("rate", [0.0, 0.3])
+def test_the_plain_mpnets_attention_drops_at_its_rate(rate):
+    """The mean over many draws is what comes without dropout."""
+    torch.manual_seed(0)
+    query, key, value = torch.randn(3, 4, 2, 8)
+    layout = torch.tensor([[0, 1, 2, 3]]), torch.arange(4), torch.zeros(1, 2, 4, 4)
+    draws = torch.stack([mpnet.rows(query, key, value, layout, 4, rate) for _ in range(2000)])
+    assert (draws.std(0) > 0).all() == (rate > 0)
+    expected = mpnet.rows(query, key, value, layout, 4, 0.0)
+    torch.testing.assert_close(draws.mean(0), expected, atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("drawn_at_once", [False, True])

@@ -457,6 +457,12 @@ def test_the_noise_scale_is_of_the_variant_at_the_most_batches(logs):
     assert noise_scale.most_batches(both)["variant"].unique().tolist() == ["P-one-bucket"]
 
 
+def test_the_most_batches_are_different_ones(logs):
+    often = pd.concat([logs[:1].assign(variant="P-overlap", seed=seed) for seed in range(3)])
+    both = pd.concat([often, logs], ignore_index=True)
+    assert noise_scale.most_batches(both)["variant"].unique().tolist() == ["P-one-bucket"]
+
+
 def test_samples_are_counted_to_the_loss_that_the_worst_run_ends_with(logs):
     _, loss = noise_scale.batch_worth(logs.assign(log=[log_of(96.0), log_of(96.0, least=2.0)]))
     assert loss == pytest.approx(np.linspace(4, 2, 200)[-20:].mean())

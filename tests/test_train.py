@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import itertools
 import weakref
 from unittest.mock import Mock
 
@@ -10,7 +11,7 @@ from safetensors.torch import save_file
 
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
-from qa_lib.measure.meter import PEAK_FROM, memory_use
+from qa_lib.measure.meter import PEAK_FROM, Meter, memory_use
 from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.step import Step
@@ -555,7 +556,9 @@ def test_the_peak_of_memory_counts_from_the_first_step_where_that_records_graphs
     monkeypatch.setattr(torch, "compile", lambda model, **_: model)
     with pytest.raises(ZeroDivisionError):
         trained(spec_of("A1", {"compile": backend}), samples, tmp_path)
-    assert meter.call_args.args == (DEVICE, 2, peak_from), "2 steps are not measured"
+    device, not_measured, *others = meter.call_args.args
+    assert (device, not_measured) == (DEVICE, 2)
+    assert others[0] == peak_from
 
 
 # Compiling.
@@ -923,7 +926,7 @@ def test_one_process_looks_at_its_losses_each_second_and_several_every_50_steps(
     monkeypatch.setattr(ProcessGroup, "mean", lambda ranks, tensor: tensor)
     log = step_log(tmp_path, 60)
     log.ranks.world = world
-    meter = Mock(flush=lambda: [0.1] * len(log.pending))
+    meter = Mock(flush=lambda: [0.1] * len(log.pending), is_at_end=False)
     written = []
     for number in range(1, 52 if world > 1 else 4):
         now = 0.4 * number
@@ -931,6 +934,20 @@ def test_one_process_looks_at_its_losses_each_second_and_several_every_50_steps(
         if not log.pending:
             written.append(number)
     assert written == steps
+
+
+def test_steps_are_written_when_the_last_that_is_measured_is_done(tmp_path, monkeypatch):
+    """What follows is disturbed, and its energy is not to be counted."""
+    clock = itertools.count()  # of which a look at the loss is many ticks away
+    monkeypatch.setattr("qa_lib.train.step_log.time.monotonic", lambda: next(clock) * 1e-6)
+    log = step_log(tmp_path, 9)
+    meter = Meter(DEVICE, warm_up=1, until=4)
+    written = []
+    for number in range(1, 10):
+        log.step(meter, (np.array([3]), np.array([3])), torch.tensor(1.0), 0.1)
+        if not log.pending:
+            written.append(number)
+    assert written == [4, 9]
 
 
 def test_a_process_that_is_not_the_first_neither_writes_nor_says(tmp_path):

@@ -512,6 +512,14 @@ def test_where_the_cache_is(file, small, tmp_path, monkeypatch):
         monkeypatch.delenv(name)
 
 
+def test_a_variable_that_is_empty_names_no_place_for_the_cache(file, small, tmp_path, monkeypatch):
+    monkeypatch.delenv("QA_LIB_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", "")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    build_samples(open_source(file, "train"), small, 64, 16)
+    assert len(list((tmp_path / ".cache/qa_lib/features").iterdir())) == 1
+
+
 @pytest.mark.slow
 def test_a_cached_start_is_quick(cached, tmp_path):
     paragraphs = [
