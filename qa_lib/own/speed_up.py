@@ -32,12 +32,19 @@ from qa_lib.model.attention import (
     use_varlen_attention,
 )
 from qa_lib.model.fused_blocks import FusedIntermediate, use_fused_norms, use_hash_dropout
-from qa_lib.own.packed_model import Rooted, draw_dropouts, refuse_packed, take_packed
+from qa_lib.model.mpnet import keep_names, replace_layers
+from qa_lib.own.packed_model import (
+    Rooted,
+    draw_dropouts,
+    hand_on_segments,
+    refuse_packed,
+    take_packed,
+)
 from qa_lib.spec.rules import lacking, unfit_heads
 from qa_lib.spec.settings import Settings
 
 # Types of models whose layers hand keyword arguments down.
-KINDS = ("bert", "roberta", "electra", "distilbert", "modernbert")
+KINDS = ("bert", "roberta", "electra", "distilbert", "modernbert", "mpnet")
 # What each technique is among a run's settings, by the words that `speed_up` has for it.
 FUSED_QKV = "fused QKV"
 HASH_DROPOUT = "hash dropout"
@@ -60,7 +67,7 @@ LEAST_CAPABILITY = (7, 5)  # of a GPU that the kernels are for
 def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreTrainedModel:
     """Speed up an encoder of transformers, in place, and return it.
 
-    `model` is a BERT, RoBERTa, ELECTRA, DistilBERT or ModernBERT with a head for questions,
+    `model` is a BERT, RoBERTa, ELECTRA, DistilBERT, ModernBERT or MPNet with a head for questions,
     sequences or tokens, or with none. Make the optimizer afterwards: some parameters are new ones.
     Everything else stays as it is: training and evaluation, gradient checkpointing, autocast,
     `torch.compile`, DistributedDataParallel, `save_pretrained`. It then also takes packed
@@ -77,6 +84,8 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
         speed_up(model)  # BertForSequenceClassification: fused QKV, hash dropout, ...
     """
     _check(model)
+    if model.config.model_type == "mpnet":
+        _give_bert_layers(model)
     root = Rooted(model)
     left_out = {name: why for name in TECHNIQUES if (why := _why_not(name, model, root))}
     if FUSED_QKV not in left_out:
@@ -95,7 +104,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     # First what refuses or lays out, then seeds: hooks are called in this order.
     encoder = root.get_submodule(root.encoder_name)
     if PACKING in left_out:
-        refuse_packed(encoder, left_out[PACKING])
+        refuse_packed(model, left_out[PACKING])
     else:
         take_packed(model, root)
     if HASH_DROPOUT not in left_out:
@@ -126,6 +135,15 @@ def _check(model: PreTrainedModel) -> None:
         raise UserError(f"this {type(model).__name__} has been sped up already")
 
 
+def _give_bert_layers(model: PreTrainedModel) -> None:
+    """Give an MPNet layers like BERT's whose checkpoint is that of MPNet's own, in place."""
+    replace_layers(model.base_model, attention="sdpa")
+    for layer in model.base_model.encoder.layer:
+        keep_names(layer)
+    hand_on_segments(model)
+    model.supports_gradient_checkpointing = True  # BERT's layers can be computed again
+
+
 def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:
     """Return why a model cannot have a technique; None if it can."""
     kind = model.config.model_type
@@ -141,7 +159,9 @@ def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:
     if name == PACKING:
         if type(model).__name__.endswith("ForMultipleChoice"):
             return "a head for multiple choice counts the choices by the shape of its inputs"
-        attention = model.config._attn_implementation
+        first_layer = layers_of(root)[0]
+        config = first_layer.get_submodule(encoder_of(root).self_attention).config
+        attention = config._attn_implementation
         if attention not in ("sdpa", QUICKEST):  # a configuration may be that of several models
             return f"attention {attention!r}: load the model with attn_implementation='sdpa'"
     return None
