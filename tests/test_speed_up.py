@@ -1,14 +1,21 @@
 """A sped-up model is the same model: its training, its checkpoints, and how it may be called."""
 
 import copy
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForMultipleChoice
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    PreTrainedModel,
+)
 
 from qa_lib.model.attention import quickest_kernel
 from qa_lib.model.fused_blocks import HashDropout
@@ -112,6 +119,31 @@ def test_a_checkpoint_is_that_of_transformers(kind, head, tmp_path):
     assert not any(loading.values())
     assert again.config.architectures == [type(plain).__name__]
     torch.testing.assert_close(again.eval()(**batch)[0], expected, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_the_hub_gets_the_checkpoint_of_transformers(kind, monkeypatch):
+    """The upload is replaced by a look at the files that would go up."""
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: ModelCard("")
+    )
+    uploaded = {}
+
+    def upload(_model, folder, _name, **_options):
+        uploaded["files"] = {path.name for path in Path(folder).iterdir()}
+        uploaded["model"] = HEADS["sequences"].from_pretrained(folder, output_loading_info=True)
+
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    plain = tiny_model(kind)
+    speed_up(tiny_model(kind), say=quiet).push_to_hub("someone/theirs")
+    assert uploaded["files"] == {"config.json", "model.safetensors", "README.md"}
+    again, loading = uploaded["model"]
+    assert not any(loading.values())
+    assert type(again) is type(plain)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
 
 
 @pytest.mark.parametrize(
