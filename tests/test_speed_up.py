@@ -443,21 +443,35 @@ def decoder():
     return tiny_model(is_decoder=True)
 
 
+def quantized():
+    model = tiny_model()
+    model.is_quantized = True  # as from_pretrained(quantization_config=...) says
+    return model
+
+
 REFUSED = [
     (with_adapters, "speed_up takes a model without adapters"),
-    (lambda: speed_up(tiny_model(), say=quiet), "BertForSequenceClassification has been sped up"),
-    (decoder, "is a decoder by its configuration: is_decoder"),
-    (lambda: torch.nn.Linear(2, 2), "give a model of transformers"),
+    (lambda: speed_up(tiny_model(), say=quiet), "has been sped up already: call speed_up once"),
+    (decoder, "is a decoder, by is_decoder in its configuration, and speed_up takes encoders"),
+    (quantized, "the weights of this BertForSequenceClassification are quantized"),
+    (lambda: torch.nn.Linear(2, 2), "give a model of transformers, before torch.compile or DDP"),
     (
         lambda: HEADS["none"].from_config(AutoConfig.for_model("albert", **SIZES)),
-        "AlbertModel: a model of type 'albert'; this lab knows bert, roberta",
+        "AlbertModel: speed_up takes bert, roberta, .*, and not albert$",
+    ),
+    (
+        lambda: HEADS["none"].from_config(AutoConfig.for_model("deberta-v2", **SIZES)),
+        r"and not deberta-v2 \(its disentangled attention",
     ),
 ]
 
 
-def test_an_encoder_of_the_table_that_is_not_for_this_is_refused(monkeypatch):
-    monkeypatch.setattr("qa_lib.own.speed_up.KINDS", ("roberta",))
-    refused("speed_up takes roberta, and not bert", speed_up, tiny_model())
+def test_adapters_in_the_fused_layer_are_refused(batch):
+    from peft import LoraConfig, get_peft_model
+
+    model = speed_up(tiny_model(), say=quiet)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["qkv"]))
+    refused(r"was replaced by a peft\..*: give adapters to a model that was not", adapted, **batch)
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED)

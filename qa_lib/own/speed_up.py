@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation
@@ -21,7 +22,7 @@ from transformers.activations import GELUActivation
 from qa_lib.calls import checked, expect
 from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
-from qa_lib.model.architectures import encoder_of, find_encoder, layers_of
+from qa_lib.model.architectures import REFUSED, encoder_of, layers_of
 from qa_lib.model.attention import (
     QUICKEST,
     FusedSelfAttention,
@@ -74,8 +75,9 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     sequences: the batches that PackedCollator gives. `say` takes one line on what was taken and
     what was not, and why.
 
-    Raises UserError for another architecture, a decoder, a model with adapters, and one that has
-    been sped up.
+    Raises UserError for another architecture, a decoder, a model with adapters or quantized
+    weights, and one that has been sped up; a later call of the model raises it for adapters that
+    were added to the fused linear layer.
 
         from transformers import AutoModelForSequenceClassification
         from qa_lib import speed_up
@@ -122,17 +124,24 @@ def _check(model: PreTrainedModel) -> None:
             "speed_up takes a model without adapters, and this one has adapters of peft: "
             "the fused linear layers would leave them out"
         )
-    expect("model", model, PreTrainedModel, "give a model of transformers")
+    wanted = "give a model of transformers, before torch.compile or DDP has wrapped it"
+    expect("model", model, PreTrainedModel, wanted)
+    name = type(model).__name__
     kind = model.config.model_type
-    find_encoder(kind, type(model).__name__)
     if kind not in KINDS:
-        raise UserError(
-            f"{type(model).__name__}: speed_up takes {', '.join(KINDS)}, and not {kind}"
-        )
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        raise UserError(f"{name}: speed_up takes {', '.join(KINDS)}, and not {kind}{why}")
     if getattr(model.config, "is_decoder", False):
-        raise UserError(f"{type(model).__name__} is a decoder by its configuration: is_decoder")
+        raise UserError(
+            f"{name} is a decoder, by is_decoder in its configuration, and speed_up takes encoders"
+        )
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            f"the weights of this {name} are quantized, and speed_up fuses those that are not: "
+            "load it without quantization_config"
+        )
     if getattr(model.base_model, "is_sped_up", False):
-        raise UserError(f"this {type(model).__name__} has been sped up already")
+        raise UserError(f"this {name} has been sped up already: call speed_up once")
 
 
 def _give_bert_layers(model: PreTrainedModel) -> None:
@@ -233,6 +242,12 @@ class QuickSelfAttention(FusedSelfAttention):
 
     def project(self, hidden_states, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what FusedSelfAttention returns."""
+        if type(self.qkv) is not nn.Linear:
+            raise UserError(
+                "the fused linear layer of query, key and value was replaced by a "
+                f"{type(self.qkv).__module__}.{type(self.qkv).__name__}: "
+                "give adapters to a model that was not sped up"
+            )
         shape = (3, -1, self.width)
         if not is_packed:
             return self.qkv(hidden_states).unflatten(-1, shape), None
