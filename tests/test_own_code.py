@@ -29,13 +29,14 @@ def beside_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def loop_and_trainer() -> list[str]:
+def examples_of_the_page() -> list[str]:
+    """Your own loop, the Trainer, and similarity."""
     return re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 @pytest.mark.usefixtures("beside_a_model")
 def test_the_pages_loop_runs_and_learns(capsys):
-    loop, _ = loop_and_trainer()
+    loop, _, _ = examples_of_the_page()
     exec(loop, {})
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("BertForSequenceClassification: fused QKV")
@@ -46,9 +47,18 @@ def test_the_pages_loop_runs_and_learns(capsys):
 
 @pytest.mark.usefixtures("beside_a_model")
 def test_the_pages_trainer_runs():
-    _, trainer = loop_and_trainer()
+    _, trainer, _ = examples_of_the_page()
     exec(trainer, {})
     AutoModelForTokenClassification.from_pretrained("my-labels/last")
+
+
+@pytest.mark.usefixtures("beside_a_model")
+def test_the_pages_similarity_runs():
+    _, _, similarity = examples_of_the_page()
+    shown = {}
+    exec(similarity, shown)
+    assert shown["similarities"].shape == (2, 2)
+    assert all(p.grad.isfinite().all() for p in shown["model"].encoder.parameters())
 
 
 def test_the_page_names_every_piece():
@@ -56,19 +66,14 @@ def test_the_page_names_every_piece():
         assert f"`{name}" in PAGE
 
 
-def example_of(name: str) -> str | None:
-    """The lines of a docstring from its first import on, if it has an example."""
+def example_of(name: str) -> str:
+    """The lines of a docstring from its first import on."""
     text = inspect.getdoc(getattr(qa_lib, name))
-    found = re.search(r"\n\n((?:    .*\n?|\n)+)$", text)
-    return textwrap.dedent(found[1]) if found else None
-
-
-def test_all_but_the_collator_have_an_example():
-    assert [name for name in OWN if example_of(name) is None] == ["PackedCollator"]
+    return textwrap.dedent(re.search(r"\n\n((?:    .*\n?|\n)+)$", text)[1])
 
 
 @pytest.mark.usefixtures("beside_a_model")
-@pytest.mark.parametrize("name", [name for name in OWN if example_of(name)])
+@pytest.mark.parametrize("name", OWN)
 def test_a_docstrings_example_runs(name):
     samples = drawn_samples("sequences", 8)
     model = tiny_model()

@@ -306,6 +306,14 @@ class PackedCollator:
       [samples, labels], or [samples, longest] with -100 for padding.
 
     A call of the model returns for each sample what a padded batch would.
+
+    Raises UserError, which names the sample, where one is empty or padded, lacks what others have,
+    or has another number of labels than of tokens; and where all have more tokens than `tokens`.
+
+        from qa_lib import PackedCollator
+
+        batch = PackedCollator()(tokenized[:32])
+        logits = model(**batch).logits  # [samples, labels], for a head that classifies samples
     """
 
     def __init__(self, tokens: int | None = None):
@@ -313,7 +321,7 @@ class PackedCollator:
         self.tokens = tokens
 
     def __call__(self, samples: PackedSequence | list) -> dict[str, torch.Tensor]:
-        """Return the inputs; raise UserError, which names the sample, where one is amiss."""
+        """Return the inputs of `samples`: a list of dicts, or what an item of `pack(...)` is."""
         tokens = self.tokens
         longest = None
         if not isinstance(samples, list | tuple) or not samples:
