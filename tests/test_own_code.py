@@ -97,10 +97,21 @@ def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
     assert list(names()["table"].columns)[:2] == ["padding", "loss at the end"]
 
 
-def test_the_bench_times_every_way_in_turns(capsys):
-    words = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways all loop"
-    bench.main(words.split())
-    lines = capsys.readouterr().out.splitlines()
+# The bench.
+
+BRIEF = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways".split()
+
+
+def test_the_bench_times_every_way_in_turns_and_says_which(capsys):
+    assert bench.main([*BRIEF, "all", "loop"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "round 1 of 2: all",
+        "round 1 of 2: loop",
+        "round 2 of 2: all",
+        "round 2 of 2: loop",
+    ]
+    lines = out.splitlines()
     measured = [json.loads(line) for line in lines[:4]]
     assert [(line["round"], line["way"]) for line in measured] == [
         (0, "all"),
@@ -112,10 +123,86 @@ def test_the_bench_times_every_way_in_turns(capsys):
     assert lines[-2].startswith("| all | ")
 
 
-@pytest.mark.parametrize("way", ["trainer", "fast-trainer"])
+@pytest.mark.parametrize("way", ["trainer", "trainer-tuned", "fast-trainer"])
 def test_the_bench_times_trainers(way):
-    words = f"--batch 4 --samples 16 --steps 1 --warm-up 1 --ways {way}"
-    assert bench.measure(way, bench.parsed(words.split()))["samples_per_s"] > 0
+    assert bench.measure(way, 0, bench.parsed([*BRIEF, way])) > 0
+
+
+def test_a_stopped_bench_prints_what_was_measured(capsys, monkeypatch):
+    """The second way is stopped in the second of its three steps that are timed."""
+    real_step = bench.plain_step
+    models = []
+
+    def stopping_step(model):
+        models.append(model)
+        step = real_step(model)
+        calls = []
+
+        def call(batch):
+            calls.append(batch)
+            if len(models) == 2 and len(calls) == 3:
+                raise KeyboardInterrupt
+            return step(batch)
+
+        return call
+
+    monkeypatch.setattr(bench, "plain_step", stopping_step)
+    assert bench.main([*BRIEF, "loop", "speed_up", "--steps", "3"]) == 130
+    out, err = capsys.readouterr()
+    whole, part, *table = out.splitlines()
+    assert json.loads(whole)["steps"] == 3
+    assert json.loads(part)["steps"] == 1
+    assert json.loads(part)["stopped"] is True
+    assert [line for line in table if line.startswith("| loop | ")]
+    assert not [line for line in table if line.startswith("| speed_up | ")]
+    assert err.endswith("stopped: the medians are of the measurements that ended\n")
+
+
+def test_a_way_that_fails_leaves_the_others_their_turns(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "master_step", fail)
+    assert bench.main([*BRIEF, "masters", "loop"]) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["way"] for line in out.splitlines()[:2]] == ["loop", "loop"]
+    assert err.count("OutOfMemoryError: CUDA out of memory") == 1
+    assert "masters failed, and is left out from here on" in err
+
+
+def test_the_benchs_help_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        bench.parsed(["--help"])
+    help_text = capsys.readouterr().out
+    examples = re.findall(r"^  python -m qa_lib.own.bench (.*)$", help_text, re.M)
+    assert all(bench.parsed(words.split()) for words in examples)
+    assert examples
+
+
+def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):
+    real_padded = bench.padded
+    seen = []
+
+    def seeing(samples, multiple=1):
+        batch = real_padded(samples, multiple)
+        seen.append(batch["input_ids"].shape)
+        return batch
+
+    monkeypatch.setattr(bench, "padded", seeing)
+    words = "--task paragraphs --batch 4 --samples 64 --steps 20 --warm-up 1 --ways trainer-tuned"
+    arguments = bench.parsed(words.split())
+    measured = bench.Measured(arguments.warm_up, arguments.batch)
+    bench.train_by("trainer-tuned", arguments, measured)
+    lengths = [length for count, length in seen if count == 4]
+    visited = measured.warm_up - arguments.warm_up
+    assert lengths[:visited] == sorted(set(lengths), reverse=True)
+    assert visited > 3
+
+
+def test_a_length_that_no_batch_can_have_is_not_visited():
+    """The two shortest samples are never in a batch of three without a longer one."""
+    samples = [{"input_ids": [5] * length} for length in (130, 10, 100, 20, 140)]
+    assert bench.batches_of_each_length(samples, 3) == [2, 0, 4, 1, 3, 2]
 
 
 @pytest.mark.parametrize("task", bench.TASKS)
