@@ -13,7 +13,7 @@ The ways, in BF16 where the device is a GPU:
 - trainer: transformers.Trainer as it comes, in fp32;
 - trainer-tuned: the Trainer with what a search found to pay (peers/search_trainer.py): bf16,
   workers, batches of like lengths, padding to few lengths, torch.compile, no filter for NaN; its
-  warm-up begins with a batch of each padded length, so that nothing is compiled later;
+  warm-up begins with a batch of each padded length, so that none is new to the compiler later;
 - speed_up: the plain loop on a model that was sped up;
 - packing: the plain loop on packed sequences, on a model that only takes them;
 - masters: both, with weights in bf16 and MasterAdamW;
@@ -127,6 +127,7 @@ class Measured:
         self.steps = 0
         self.losses = []
         self.mean_loss: float | None = None
+        self.begun = self._now()  # where there is no warm-up
 
     def step(self, loss: torch.Tensor | None = None) -> None:
         """Count a step that has been done."""
