@@ -31,6 +31,7 @@ NARROW = {
     "roberta": {"max_position_embeddings": 66},
     "electra": {"embedding_size": 16},
     "distilbert": {"hidden_dim": 64},
+    "mpnet": {"max_position_embeddings": 66, "pad_token_id": 1},
 }
 NO_DROPOUT = {
     "hidden_dropout_prob": 0.0,

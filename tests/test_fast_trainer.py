@@ -40,10 +40,11 @@ def trainer_of(kind, head, folder, count=SAMPLES, **options):
     """A trainer of that class; `options` are its own, and those of its arguments."""
     own = ("packed", "half_weights", "cuda_graph", "compute_metrics", "say")
     mine = {name: options.pop(name) for name in own if name in options}
+    encoder = options.pop("encoder", "bert")
     if kind is FastTrainer:
         mine = {"say": quiet} | mine
     return kind(
-        tiny_model(head=head),
+        tiny_model(encoder, head),
         arguments(folder, **options),
         data_collator=padded_batch,
         train_dataset=data_of(head, count),
@@ -94,10 +95,11 @@ def test_with_bf16_weights_are_in_bf16_over_masters(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
-@pytest.mark.parametrize("bf16", [True, False])
-def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(bf16, tmp_path):
+@pytest.mark.parametrize(("encoder", "bf16"), [("bert", True), ("bert", False), ("mpnet", False)])
+def test_a_stopped_training_goes_on_as_if_it_had_not_stopped(encoder, bf16, tmp_path):
     """In the middle of an epoch of five micro-batches, two in a step; another in each epoch."""
     options = {
+        "encoder": encoder,
         "count": 75,
         "bf16": bf16,
         "per_device_train_batch_size": 15,

@@ -148,6 +148,23 @@ def test_a_batch_of_another_shape_is_refused():
     refused(r"labels of the batch has shape \(3,\), and in the first batch \(16,\)", step, other)
 
 
+def test_a_batch_without_labels_is_refused():
+    (batch,) = batches(1)
+    del batch["labels"]
+    refused("the model returns no loss for input_ids, .*: give the batch labels", a_step(), batch)
+
+
+def test_a_batch_that_is_no_dict_is_refused():
+    refused(r"the batch is the list \[\]: give a dict of tensors", a_step(), [])
+
+
+def test_an_optimizer_in_the_models_place_is_refused():
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    said = r"optimizer is a BertForSequenceClassification: GraphedStep\(model, optimizer\)"
+    refused(said, GraphedStep, optimizer, model)
+
+
 def test_a_batch_that_has_no_tensors_is_refused():
     (batch,) = batches(1)
     refused("texts of the batch is a list, and the model is on", a_step(), batch | {"texts": []})

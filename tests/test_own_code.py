@@ -29,13 +29,14 @@ def beside_a_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
 
-def loop_and_trainer() -> list[str]:
+def examples_of_the_page() -> list[str]:
+    """Your own loop, the Trainer, and similarity."""
     return re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
 @pytest.mark.usefixtures("beside_a_model")
 def test_the_pages_loop_runs_and_learns(capsys):
-    loop, _ = loop_and_trainer()
+    loop, _, _ = examples_of_the_page()
     exec(loop, {})
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("BertForSequenceClassification: fused QKV")
@@ -46,9 +47,18 @@ def test_the_pages_loop_runs_and_learns(capsys):
 
 @pytest.mark.usefixtures("beside_a_model")
 def test_the_pages_trainer_runs():
-    _, trainer = loop_and_trainer()
+    _, trainer, _ = examples_of_the_page()
     exec(trainer, {})
     AutoModelForTokenClassification.from_pretrained("my-labels/last")
+
+
+@pytest.mark.usefixtures("beside_a_model")
+def test_the_pages_similarity_runs():
+    _, _, similarity = examples_of_the_page()
+    shown = {}
+    exec(similarity, shown)
+    assert shown["similarities"].shape == (2, 2)
+    assert all(p.grad.isfinite().all() for p in shown["model"].encoder.parameters())
 
 
 def test_the_page_names_every_piece():
@@ -56,19 +66,14 @@ def test_the_page_names_every_piece():
         assert f"`{name}" in PAGE
 
 
-def example_of(name: str) -> str | None:
-    """The lines of a docstring from its first import on, if it has an example."""
+def example_of(name: str) -> str:
+    """The lines of a docstring from its first import on."""
     text = inspect.getdoc(getattr(qa_lib, name))
-    found = re.search(r"\n\n((?:    .*\n?|\n)+)$", text)
-    return textwrap.dedent(found[1]) if found else None
-
-
-def test_all_but_the_collator_have_an_example():
-    assert [name for name in OWN if example_of(name) is None] == ["PackedCollator"]
+    return textwrap.dedent(re.search(r"\n\n((?:    .*\n?|\n)+)$", text)[1])
 
 
 @pytest.mark.usefixtures("beside_a_model")
-@pytest.mark.parametrize("name", [name for name in OWN if example_of(name)])
+@pytest.mark.parametrize("name", OWN)
 def test_a_docstrings_example_runs(name):
     samples = drawn_samples("sequences", 8)
     model = tiny_model()
@@ -92,10 +97,21 @@ def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
     assert list(names()["table"].columns)[:2] == ["padding", "loss at the end"]
 
 
-def test_the_bench_times_every_way_in_turns(capsys):
-    words = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways all loop"
-    bench.main(words.split())
-    lines = capsys.readouterr().out.splitlines()
+# The bench.
+
+BRIEF = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways".split()
+
+
+def test_the_bench_times_every_way_in_turns_and_says_which(capsys):
+    assert bench.main([*BRIEF, "all", "loop"]) == 0
+    out, err = capsys.readouterr()
+    assert err.splitlines() == [
+        "round 1 of 2: all",
+        "round 1 of 2: loop",
+        "round 2 of 2: all",
+        "round 2 of 2: loop",
+    ]
+    lines = out.splitlines()
     measured = [json.loads(line) for line in lines[:4]]
     assert [(line["round"], line["way"]) for line in measured] == [
         (0, "all"),
@@ -107,10 +123,86 @@ def test_the_bench_times_every_way_in_turns(capsys):
     assert lines[-2].startswith("| all | ")
 
 
-@pytest.mark.parametrize("way", ["trainer", "fast-trainer"])
+@pytest.mark.parametrize("way", ["trainer", "trainer-tuned", "fast-trainer"])
 def test_the_bench_times_trainers(way):
-    words = f"--batch 4 --samples 16 --steps 1 --warm-up 1 --ways {way}"
-    assert bench.measure(way, bench.parsed(words.split()))["samples_per_s"] > 0
+    assert bench.measure(way, 0, bench.parsed([*BRIEF, way])) > 0
+
+
+def test_a_stopped_bench_prints_what_was_measured(capsys, monkeypatch):
+    """The second way is stopped in the second of its three steps that are timed."""
+    real_step = bench.plain_step
+    models = []
+
+    def stopping_step(model):
+        models.append(model)
+        step = real_step(model)
+        calls = []
+
+        def call(batch):
+            calls.append(batch)
+            if len(models) == 2 and len(calls) == 3:
+                raise KeyboardInterrupt
+            return step(batch)
+
+        return call
+
+    monkeypatch.setattr(bench, "plain_step", stopping_step)
+    assert bench.main([*BRIEF, "loop", "speed_up", "--steps", "3"]) == 130
+    out, err = capsys.readouterr()
+    whole, part, *table = out.splitlines()
+    assert json.loads(whole)["steps"] == 3
+    assert json.loads(part)["steps"] == 1
+    assert json.loads(part)["stopped"] is True
+    assert [line for line in table if line.startswith("| loop | ")]
+    assert not [line for line in table if line.startswith("| speed_up | ")]
+    assert err.endswith("stopped: the medians are of the measurements that ended\n")
+
+
+def test_a_way_that_fails_leaves_the_others_their_turns(capsys, monkeypatch):
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(bench, "master_step", fail)
+    assert bench.main([*BRIEF, "masters", "loop"]) == 1
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["way"] for line in out.splitlines()[:2]] == ["loop", "loop"]
+    assert err.count("OutOfMemoryError: CUDA out of memory") == 1
+    assert "masters failed, and is left out from here on" in err
+
+
+def test_the_benchs_help_has_an_example(capsys):
+    with pytest.raises(SystemExit):
+        bench.parsed(["--help"])
+    help_text = capsys.readouterr().out
+    examples = re.findall(r"^  python -m qa_lib.own.bench (.*)$", help_text, re.M)
+    assert all(bench.parsed(words.split()) for words in examples)
+    assert examples
+
+
+def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):
+    real_padded = bench.padded
+    seen = []
+
+    def seeing(samples, multiple=1):
+        batch = real_padded(samples, multiple)
+        seen.append(batch["input_ids"].shape)
+        return batch
+
+    monkeypatch.setattr(bench, "padded", seeing)
+    words = "--task paragraphs --batch 4 --samples 64 --steps 20 --warm-up 1 --ways trainer-tuned"
+    arguments = bench.parsed(words.split())
+    measured = bench.Measured(arguments.warm_up, arguments.batch)
+    bench.train_by("trainer-tuned", arguments, measured)
+    lengths = [length for count, length in seen if count == 4]
+    visited = measured.warm_up - arguments.warm_up
+    assert lengths[:visited] == sorted(set(lengths), reverse=True)
+    assert visited > 3
+
+
+def test_a_length_that_no_batch_can_have_is_not_visited():
+    """The two shortest samples are never in a batch of three without a longer one."""
+    samples = [{"input_ids": [5] * length} for length in (130, 10, 100, 20, 140)]
+    assert bench.batches_of_each_length(samples, 3) == [2, 0, 4, 1, 3, 2]
 
 
 @pytest.mark.parametrize("task", bench.TASKS)

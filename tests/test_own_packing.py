@@ -187,7 +187,10 @@ def test_samples_that_may_have_been_cut_are_told():
     said = []
     samples = [{"input_ids": [5] * min(length, 60)} for length in range(10, 110)]
     packed(samples, say=said.append)
-    assert said[1].startswith("50 of 100 samples have exactly 60 tokens, ")
+    assert said[1] == (
+        "50 of 100 samples have exactly 60 tokens, many more than have any number just below: "
+        "the tokenizer may have cut them"
+    )
 
 
 def test_samples_of_one_length_are_not_taken_for_cut():
@@ -199,9 +202,14 @@ def test_samples_of_one_length_are_not_taken_for_cut():
 GOOD = {"input_ids": [5, 6, 7], "labels": 1}
 UNPACKABLE = [
     ([GOOD] * 2, {"tokens": 2}, r"sample 0 has 3 tokens, and a packed sequence 2: pack\(tokens=64"),
-    ([GOOD, {"input_ids": [5]}], {}, "sample 1 has no labels, which the first one has"),
-    ([GOOD, GOOD | {"labels": None}], {}, "sample 1 has no labels, nor have 0 others"),
-    ([GOOD, GOOD | {"input_ids": []}], {}, "sample 1 is empty, and so are 0 others"),
+    ([GOOD, {"input_ids": [5]}], {}, "sample 1 has no labels, and others have: leave it out"),
+    ([{"input_ids": [5]}, GOOD], {}, "sample 0 has no labels, and others have: leave it out"),
+    ([GOOD, *[GOOD | {"labels": None}] * 3], {}, "sample 1 and 2 others have no labels: leave"),
+    ([GOOD, GOOD | {"input_ids": []}], {}, "sample 1 has no tokens: leave it out before packing"),
+    ([GOOD, GOOD | {"input_ids": 5}], {}, "input_ids of sample 1 are no list of whole numbers"),
+    ([GOOD | {"input_ids": torch.ones(1, 3)}], {}, "of sample 0 .* without return_tensors"),
+    ([[5, 6]], {}, "sample 0 is a list: give a dict with input_ids"),
+    ({"input_ids": [[5, 6]]}, {}, "a dict is no list of samples: of columns make one"),
     ([], {}, "the dataset is empty"),
     (iter([GOOD]), {}, "cannot be packed ahead"),
     ([{"text": "a"}], {}, "samples have no input_ids, only text: tokenize them"),
@@ -220,6 +228,12 @@ def test_what_cannot_be_packed_is_refused_in_one_line(samples, options, said):
 MISSHAPEN = [
     ([GOOD, {"input_ids": [5]}], "sample 1 of the batch has no labels, and others have"),
     ([GOOD, GOOD | {"input_ids": []}], "sample 1 of the batch is empty"),
+    ([GOOD, {"labels": 1}], "sample 1 of the batch has no input_ids, and others have"),
+    ([GOOD | {"input_ids": torch.ones(1, 3)}], "input_ids of sample 0 of the batch are no list"),
+    ([GOOD, GOOD | {"labels": "yes"}], "labels of sample 1 of the batch are 'yes': give numbers"),
+    ([GOOD | {"labels": [0.0, 1.0]}, GOOD | {"labels": [0.0]}], "has 1 labels, and sample 0 has 2"),
+    ([], r"PackedCollator got the list \[\]: give a list of samples"),
+    (["a"], "sample 0 of the batch is a str: give a dict with input_ids"),
     ([GOOD | {"attention_mask": [1, 1, 0]}], "sample 0 of the batch is padded"),
     ([GOOD | {"labels": [1, 2]}], "sample 0 of the batch has 2 labels for 3 tokens"),
     ([GOOD | {"token_type_ids": [1]}], "has 1 token_type_ids for 3 tokens"),
@@ -230,6 +244,10 @@ MISSHAPEN = [
 @pytest.mark.parametrize(("samples", "said"), MISSHAPEN)
 def test_what_cannot_be_collated_is_refused_in_one_line(samples, said):
     refused(said, PackedCollator(tokens=64), samples)
+
+
+def test_a_collators_length_that_is_none_is_refused():
+    refused("tokens is '64': give a whole number, 1 or more", PackedCollator, tokens="64")
 
 
 def test_a_batch_of_packed_sequences_is_refused():

@@ -1,14 +1,23 @@
 """A sped-up model is the same model: its training, its checkpoints, and how it may be called."""
 
 import copy
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForMultipleChoice
+from transformers import (
+    AutoConfig,
+    AutoModelForMaskedLM,
+    AutoModelForMultipleChoice,
+    PreTrainedModel,
+)
 
+from qa_lib.model.attention import quickest_kernel
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.own.packing import PackedCollator
 from qa_lib.own.speed_up import KINDS, speed_up
@@ -108,17 +117,50 @@ def test_a_checkpoint_is_that_of_transformers(kind, head, tmp_path):
     model.save_pretrained(tmp_path)
     again, loading = HEADS[head].from_pretrained(tmp_path, output_loading_info=True)
     assert not any(loading.values())
+    assert again.config.architectures == [type(plain).__name__]
     torch.testing.assert_close(again.eval()(**batch)[0], expected, atol=1e-6, rtol=1e-5)
 
 
-def test_a_state_of_the_plain_model_is_loaded():
-    plain = tiny_model(drops=True)
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_the_hub_gets_the_checkpoint_of_transformers(kind, monkeypatch):
+    """The upload is replaced by a look at the files that would go up."""
+    hub = SimpleNamespace(create_repo=lambda name, **_: SimpleNamespace(repo_id=name))
+    monkeypatch.setattr("transformers.utils.hub.hf_api", lambda: hub)
+    monkeypatch.setattr(
+        "transformers.utils.hub.create_and_tag_model_card", lambda *_, **__: ModelCard("")
+    )
+    uploaded = {}
+
+    def upload(_model, folder, _name, **_options):
+        uploaded["files"] = {path.name for path in Path(folder).iterdir()}
+        uploaded["model"] = HEADS["sequences"].from_pretrained(folder, output_loading_info=True)
+
+    monkeypatch.setattr(PreTrainedModel, "_upload_modified_files", upload)
+    plain = tiny_model(kind)
+    speed_up(tiny_model(kind), say=quiet).push_to_hub("someone/theirs")
+    assert uploaded["files"] == {"config.json", "model.safetensors", "README.md"}
+    again, loading = uploaded["model"]
+    assert not any(loading.values())
+    assert type(again) is type(plain)
+    for name, value in again.state_dict().items():
+        assert torch.equal(value, plain.state_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("bert", "bert.encoder.layer.0.attention.self.key.weight"),
+        ("mpnet", "mpnet.encoder.layer.0.attention.attn.k.weight"),
+    ],
+)
+def test_a_state_of_the_plain_model_is_loaded(kind, key):
+    plain = tiny_model(kind, drops=True)
     state = {name: value + 1 for name, value in plain.state_dict().items()}
-    model = speed_up(tiny_model(drops=True), say=quiet)
+    model = speed_up(tiny_model(kind, drops=True), say=quiet)
     model.load_state_dict(state)
     for name, value in model.state_dict().items():
         assert torch.equal(value, state[name]), name
-    del state["bert.encoder.layer.0.attention.self.key.weight"]
+    del state[key]
     with pytest.raises(RuntimeError, match=r"layer\.0\.attention\.self\.qkv\.weight"):
         model.load_state_dict(state)
 
@@ -159,13 +201,22 @@ def test_evaluation_drops_nothing_and_draws_nothing(model, batch):
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-@pytest.mark.parametrize("collate", [padded_batch, PackedCollator()], ids=["padded", "packed"])
-@pytest.mark.parametrize("checkpointing", [None, False, True], ids=["none", "later", "reentrant"])
-def test_gradients_are_of_what_was_dropped_in_two_calls_before_a_backward_pass(
-    checkpointing, collate
-):
+DROPPED = combinations(
+    {
+        "kind": ("bert", "mpnet"),  # whose bias by distance has a gradient of its own
+        "layout": ("padded", "packed"),
+        "checkpointing": (None, False, True),  # True is by the reentrant way
+    },
+    lambda one, other: False,
+)
+
+
+@pytest.mark.parametrize("case", DROPPED, ids=lambda case: "-".join(map(str, case.values())))
+def test_gradients_are_of_what_was_dropped_in_two_calls_before_a_backward_pass(case):
     """The derivative along a direction is the gradient's product with it: masks are the same."""
-    model = speed_up(tiny_model(drops=True), say=quiet).double().train()
+    collate = PackedCollator() if case["layout"] == "packed" else padded_batch
+    checkpointing = case["checkpointing"]
+    model = speed_up(tiny_model(case["kind"], drops=True), say=quiet).double().train()
     if checkpointing is not None:
         checkpointed(model, reentrant=checkpointing)
     one, other = (collate(drawn_samples("sequences", count)) for count in (5, 4))
@@ -204,6 +255,46 @@ def test_a_copy_draws_for_itself(model, batch):
     assert len(set(seeds)) == len(seeds) == 7
 
 
+def test_mpnets_hidden_states_and_tuples_are_those_of_transformers(batch):
+    plain = tiny_model("mpnet", "none")
+    model = speed_up(tiny_model("mpnet", "none"), say=quiet)
+    inputs = {
+        "inputs_embeds": plain.get_input_embeddings()(batch["input_ids"]),
+        "attention_mask": batch["attention_mask"],
+        "output_hidden_states": True,
+        "return_dict": False,
+    }
+    hidden, pooled, between = model(**inputs)
+    expected_hidden, expected_pooled, expected_between = plain(**inputs)
+    is_token = batch["attention_mask"] == 1
+    torch.testing.assert_close(pooled, expected_pooled)
+    for found, expected in zip(
+        (hidden, *between), (expected_hidden, *expected_between), strict=True
+    ):
+        torch.testing.assert_close(found[is_token], expected[is_token])
+
+
+def test_mpnets_weights_of_attention_are_refused(batch):
+    model = speed_up(tiny_model("mpnet", "none"), say=quiet)
+    refused(
+        "output_attentions: the kernels of attention here return no weights",
+        model,
+        input_ids=batch["input_ids"],
+        output_attentions=True,
+    )
+
+
+def test_an_mpnet_of_another_padding_token_counts_positions_as_transformers_does():
+    """transformers takes token 1 for the padding, whatever the configuration says."""
+    samples = drawn_samples("none", 5)
+    plain = tiny_model("mpnet", "none", pad_token_id=0)
+    model = speed_up(tiny_model("mpnet", "none", pad_token_id=0), say=quiet)
+    batch = PackedCollator()(samples)
+    is_token = batch["attention_mask"] == 1
+    expected = plain(**padded_batch(samples)).last_hidden_state
+    torch.testing.assert_close(model(**batch).last_hidden_state[is_token], expected[is_token])
+
+
 def test_autocast_is_near_to_fp32(batch):
     model = speed_up(tiny_model(), say=quiet).train()
     expected = model(**batch).loss
@@ -225,11 +316,19 @@ def test_bf16_weights_are_near_to_fp32(collate):
 
 
 @pytest.mark.parametrize(
-    "collate", [slow(padded_batch, id="padded"), pytest.param(PackedCollator(), id="packed")]
+    ("kind", "collate"),
+    [
+        slow("bert", padded_batch, id="padded"),
+        pytest.param("bert", PackedCollator(), id="packed"),
+        slow("mpnet", padded_batch, id="mpnet-padded"),
+        slow("mpnet", PackedCollator(), id="mpnet-packed"),
+    ],
 )
-def test_a_compiled_model_is_the_same_without_dropout_and_drops_otherwise_in_each_call(collate):
+def test_a_compiled_model_is_the_same_without_dropout_and_drops_otherwise_in_each_call(
+    kind, collate
+):
     batch = collate(drawn_samples("sequences", 5))
-    model = speed_up(tiny_model(drops=True, num_hidden_layers=1), say=quiet)
+    model = speed_up(tiny_model(kind, drops=True, num_hidden_layers=1), say=quiet)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(**batch).logits, model(**batch).logits)
     model.train()
@@ -256,12 +355,30 @@ def test_under_ddp_it_is_the_same(alone, batch):
         torch.testing.assert_close(parameter.grad, other.grad)
 
 
-def test_frozen_parts_stay_frozen():
-    model = tiny_model()
-    model.bert.encoder.layer[0].requires_grad_(False)
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_frozen_parts_stay_frozen(kind):
+    model = tiny_model(kind)
+    model.base_model.encoder.layer[0].requires_grad_(False)
     speed_up(model, say=quiet)
-    assert not any(p.requires_grad for p in model.bert.encoder.layer[0].parameters())
-    assert all(p.requires_grad for p in model.bert.encoder.layer[1].parameters())
+    assert not any(p.requires_grad for p in model.base_model.encoder.layer[0].parameters())
+    assert all(p.requires_grad for p in model.base_model.encoder.layer[1].parameters())
+
+
+@pytest.mark.parametrize(("kind", "kernel"), [("bert", "flash"), ("mpnet", "block-diagonal")])
+def test_flash_attention_gets_no_bias_by_distance(kind, kernel, monkeypatch):
+    """Neither has heads that our own kernel takes, and the query is on a GPU that has both."""
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
+    query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
+    asked = []
+
+    def asks(module, _query, segments):
+        asked.append(quickest_kernel(module, query, segments))
+        return "block-diagonal"
+
+    monkeypatch.setattr("qa_lib.model.attention.quickest_kernel", asks)
+    model = speed_up(tiny_model(kind, hidden_size=16), say=quiet)
+    model(**PackedCollator()(drawn_samples("sequences", 3)))
+    assert asked == [kernel] * 2
 
 
 # What is said.
@@ -308,8 +425,9 @@ def test_a_model_with_its_weights_in_a_language_model_head_is_taken(batch):
     torch.testing.assert_close(speed_up(plain, say=quiet)(**inputs).logits, expected)
 
 
-def test_packed_choices_are_refused():
-    model = AutoModelForMultipleChoice.from_config(AutoConfig.for_model("bert", **SIZES))
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_packed_choices_are_refused(kind):
+    model = AutoModelForMultipleChoice.from_config(AutoConfig.for_model(kind, **SIZES))
     speed_up(model, say=quiet)
     batch = PackedCollator()(drawn_samples("sequences", 4))
     refused("takes no packed sequences: a head for multiple choice", model, **batch)
@@ -325,21 +443,35 @@ def decoder():
     return tiny_model(is_decoder=True)
 
 
+def quantized():
+    model = tiny_model()
+    model.is_quantized = True  # as from_pretrained(quantization_config=...) says
+    return model
+
+
 REFUSED = [
     (with_adapters, "speed_up takes a model without adapters"),
-    (lambda: speed_up(tiny_model(), say=quiet), "BertForSequenceClassification has been sped up"),
-    (decoder, "is a decoder by its configuration: is_decoder"),
-    (lambda: torch.nn.Linear(2, 2), "give a model of transformers"),
+    (lambda: speed_up(tiny_model(), say=quiet), "has been sped up already: call speed_up once"),
+    (decoder, "is a decoder, by is_decoder in its configuration, and speed_up takes encoders"),
+    (quantized, "the weights of this BertForSequenceClassification are quantized"),
+    (lambda: torch.nn.Linear(2, 2), "give a model of transformers, before torch.compile or DDP"),
     (
         lambda: HEADS["none"].from_config(AutoConfig.for_model("albert", **SIZES)),
-        "AlbertModel: a model of type 'albert'; this lab knows bert, roberta",
+        "AlbertModel: speed_up takes bert, roberta, .*, and not albert$",
+    ),
+    (
+        lambda: HEADS["none"].from_config(AutoConfig.for_model("deberta-v2", **SIZES)),
+        r"and not deberta-v2 \(its disentangled attention",
     ),
 ]
 
 
-def test_an_encoder_of_the_table_that_is_not_for_this_is_refused(monkeypatch):
-    monkeypatch.setattr("qa_lib.own.speed_up.KINDS", ("roberta",))
-    refused("speed_up takes roberta, and not bert", speed_up, tiny_model())
+def test_adapters_in_the_fused_layer_are_refused(batch):
+    from peft import LoraConfig, get_peft_model
+
+    model = speed_up(tiny_model(), say=quiet)
+    adapted = get_peft_model(model, LoraConfig(target_modules=["qkv"]))
+    refused(r"was replaced by a peft\..*: give adapters to a model that was not", adapted, **batch)
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED)

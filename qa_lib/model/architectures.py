@@ -191,7 +191,10 @@ def _entry(config) -> Architecture:
 
 def first_position(config) -> int:
     """Return the position id of a sequence's first token, by a model's configuration."""
-    return config.pad_token_id + 1 if _entry(config).positions_after_padding else 0
+    entry = _entry(config)
+    if not entry.positions_after_padding:
+        return 0
+    return entry.fixed.get("pad_token_id", config.pad_token_id) + 1
 
 
 def max_positions(config) -> int:

@@ -350,11 +350,14 @@ for _name, _function in _INTERFACES.items():
     AttentionMaskInterface.register(attention_name(_name), sdpa_mask)
 
 
-def quickest_kernel(module: nn.Module, query: torch.Tensor) -> str:
+def quickest_kernel(
+    module: nn.Module, query: torch.Tensor, segments: Segments | None = None
+) -> str:
     """Return the name of the quickest kernel for packed sequences that takes this query.
 
     `module` is the self-attention. It has a HashDropout where the model was prepared for our own
-    kernel, which a CPU computes in plain PyTorch.
+    kernel, which a CPU computes in plain PyTorch. FlashAttention takes no bias by distance, which
+    `segments` may have.
     """
     is_prepared = isinstance(getattr(module, "dropout", None), HashDropout)
     if query.is_cuda:
@@ -362,13 +365,17 @@ def quickest_kernel(module: nn.Module, query: torch.Tensor) -> str:
         # PyTorch's compiler can trace this call, and not get_device_capability.
         if not is_half or torch.cuda.get_device_properties(query.device).major < 8:
             return "block-diagonal"
-        return "triton-varlen" if is_prepared else "flash"
+        if is_prepared:
+            return "triton-varlen"
+        has_bias = segments is not None and segments.relative is not None
+        return "block-diagonal" if has_bias else "flash"
     return "triton-varlen" if is_prepared else "block-diagonal"
 
 
-def _quickest(module, query, *args, **kwargs):
+def _quickest(module, query, *args, segments=None, **kwargs):
     """Attend as `_interface` says, by whichever kernel is the quickest for this query."""
-    return _INTERFACES[quickest_kernel(module, query)](module, query, *args, **kwargs)
+    kernel = _INTERFACES[quickest_kernel(module, query, segments)]
+    return kernel(module, query, *args, segments=segments, **kwargs)
 
 
 # For a model that takes padded batches and packed sequences of any type, on any device.

@@ -6,21 +6,26 @@ Distances share 32 *buckets*, 16 for each direction: one for each distance below
 and from 91 tokens on all have one. There are no token types, and positions count from 2 on.
 
 transformers has eager attention alone for it, in layers whose parts have other names than BERT's.
-`use_bert_layers` puts its weights into transformers' own BertLayers, which call any kernel by name
-and hand on what they do not know. `plain_state` gives back the names of a checkpoint.
+`replace_layers` puts its weights into transformers' own BertLayers, which call any kernel by name
+and hand on what they do not know. `use_bert_layers` does that to the lab's model for questions, and
+`plain_state` gives back the names of a checkpoint; in one's own code (own/speed_up.py) any head
+stays as it is, and `keep_names` has the model itself know the checkpoint's names.
 
 Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
 attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
 it by distance (model/attention.py, kernels/varlen_attention.py).
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling, QuestionAnsweringModelOutput
 from transformers.models.bert.modeling_bert import BertConfig, BertLayer
 from transformers.models.mpnet import modeling_mpnet
-from transformers.models.mpnet.modeling_mpnet import MPNetEncoder, MPNetModel
+from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
+from qa_lib.errors import UserError
 from qa_lib.kernels.varlen_attention import LOG2_E, RelativeBias, relative_scores
 
 # Distances of so many tokens and more have the last bucket.
@@ -68,35 +73,79 @@ class DistanceBias(nn.Module):
 
 
 class Encoder(MPNetEncoder):
-    """The layers, after use_bert_layers."""
+    """The layers, after replace_layers."""
 
-    def forward(self, hidden_states, attention_mask=None, segments=None):
-        """Return hidden states [batch, tokens, width] for such; samples have a mask or segments."""
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        segments=None,
+        output_hidden_states=False,
+        **kwargs,
+    ):
+        """Return hidden states [batch, tokens, width] for such, and those between all layers.
+
+        Samples have a mask or segments. The second is a tuple, or None where it was not asked for.
+        Other arguments are handed on to the attention.
+        """
         mask = None
         if segments is None:
             mask = self.relative_attention_bias.mask(hidden_states, attention_mask)
         else:
             segments = segments._replace(relative=self.relative_attention_bias.by_distance())
+        between = (hidden_states,) if output_hidden_states else None
         for layer in self.layer:
-            hidden_states = layer(hidden_states, mask, segments=segments)
-        return hidden_states
+            hidden_states = layer(hidden_states, mask, segments=segments, **kwargs)
+            if output_hidden_states:
+                between += (hidden_states,)
+        return hidden_states, between
 
 
-class Backbone(MPNetModel):
-    """Embeddings and layers, after use_bert_layers."""
-
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, segments=None):
-        """Do what the original's forward does, and hand on the segments of packed samples."""
-        hidden_states = self.embeddings(input_ids=input_ids, position_ids=position_ids)
-        hidden_states = self.encoder(hidden_states, attention_mask, segments)
-        return BaseModelOutputWithPooling(last_hidden_state=hidden_states)
-
-
-class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
-    """The model, after use_bert_layers.
+class MPNetModel(modeling_mpnet.MPNetModel):
+    """Embeddings, layers and what pools their output, after replace_layers.
 
     It has the name of transformers' class, which save_pretrained writes into the config.
     """
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        inputs_embeds=None,
+        output_attentions=None,
+        output_hidden_states=None,
+        return_dict=None,
+        **kwargs,
+    ):
+        """Do what the original's forward does, and hand on other arguments to the layers.
+
+        Raises UserError where the attention's weights are asked for.
+        """
+        config = self.config
+        if config.output_attentions if output_attentions is None else output_attentions:
+            raise UserError(
+                "output_attentions: the kernels of attention here return no weights; "
+                "ask a model that was not sped up"
+            )
+        if output_hidden_states is None:
+            output_hidden_states = config.output_hidden_states
+        hidden_states = self.embeddings(
+            input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds
+        )
+        hidden_states, between = self.encoder(
+            hidden_states, attention_mask, output_hidden_states=output_hidden_states, **kwargs
+        )
+        pooled = None if self.pooler is None else self.pooler(hidden_states)
+        if not (config.return_dict if return_dict is None else return_dict):
+            return (hidden_states, pooled, between)[: 3 if output_hidden_states else 2]
+        return BaseModelOutputWithPooling(
+            last_hidden_state=hidden_states, pooler_output=pooled, hidden_states=between
+        )
+
+
+class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
+    """The model, after use_bert_layers, under the name of transformers' class, too."""
 
     supports_gradient_checkpointing = True  # BERT's layers can be computed again
 
@@ -111,7 +160,7 @@ class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
         **kwargs,
     ):
         """Do what the original's forward does, and hand on the segments of packed samples."""
-        outputs = self.mpnet(input_ids, attention_mask, position_ids, segments)
+        outputs = self.mpnet(input_ids, attention_mask, position_ids, segments=segments)
         hidden_states = outputs.last_hidden_state
         start_logits, end_logits = self.qa_outputs(hidden_states).unbind(-1)
         loss = None
@@ -123,12 +172,21 @@ class MPNetForQuestionAnswering(modeling_mpnet.MPNetForQuestionAnswering):
 
 
 def use_bert_layers(model: modeling_mpnet.MPNetForQuestionAnswering, attention: str) -> None:
-    """Give an MPNet BERT's layers with its own weights, in place.
+    """Give the lab's MPNet BERT's layers and a head that hands on segments, in place.
 
     `attention` is the kernel's name in transformers.
     """
-    config = model.config
-    config._attn_implementation = attention
+    model.config._attn_implementation = attention
+    replace_layers(model.mpnet, attention)
+    model.__class__ = MPNetForQuestionAnswering
+
+
+def replace_layers(backbone: modeling_mpnet.MPNetModel, attention: str) -> None:
+    """Give an MPNet without its head BERT's layers with its own weights, in place.
+
+    `attention` is the kernel's name in transformers, which the layers' own configuration gets.
+    """
+    config = backbone.config
     of_layers = BertConfig(
         hidden_size=config.hidden_size,
         num_attention_heads=config.num_attention_heads,
@@ -138,18 +196,20 @@ def use_bert_layers(model: modeling_mpnet.MPNetForQuestionAnswering, attention: 
         attention_probs_dropout_prob=config.attention_probs_dropout_prob,
         layer_norm_eps=config.layer_norm_eps,
     )
-    encoder = model.mpnet.encoder
+    of_layers._attn_implementation = attention
+    encoder = backbone.encoder
     for number, layer in enumerate(encoder.layer):
         with torch.device("meta"):
             new = BertLayer(of_layers)
         parameters = {_bert_name(name): parameter for name, parameter in layer.named_parameters()}
+        for name, parameter in new.named_parameters():
+            # The new parameter decides whether the one that takes its place trains.
+            parameter.requires_grad_(parameters[name].requires_grad)
         new.load_state_dict(parameters, assign=True)
-        new.attention.self.config = config
         encoder.layer[number] = new.train(layer.training)
     encoder.relative_attention_bias = DistanceBias(encoder.relative_attention_bias.weight)
     encoder.__class__ = Encoder
-    model.mpnet.__class__ = Backbone
-    model.__class__ = MPNetForQuestionAnswering
+    backbone.__class__ = MPNetModel
 
 
 def _bert_name(name: str) -> str:
@@ -169,3 +229,25 @@ def original_name(name: str) -> str:
     for own, berts in NAMES.items():
         name = name.replace(berts, own)
     return name
+
+
+def keep_names(layer: BertLayer) -> None:
+    """Have the states of one of replace_layers' layers be by the names of transformers' MPNet."""
+    layer.register_state_dict_post_hook(_originals_in_state)
+    layer.register_load_state_dict_pre_hook(_berts_in_state)
+
+
+def _originals_in_state(_layer, state: dict, prefix: str, _metadata) -> None:
+    """Give the parameters of a layer in a state the names of transformers' MPNet."""
+    _rename(state, prefix, original_name)
+
+
+def _berts_in_state(_layer, state: dict, prefix: str, *_) -> None:
+    """Give the parameters of a layer in a state the names of BERT."""
+    _rename(state, prefix, _bert_name)
+
+
+def _rename(state: dict, prefix: str, renamed: Callable[[str], str]) -> None:
+    """Give what begins with `prefix` in a state other names, in place."""
+    for name in [name for name in state if name.startswith(prefix)]:
+        state[prefix + renamed(name.removeprefix(prefix))] = state.pop(name)

@@ -2,15 +2,18 @@
 
 Ways to train the same model on the same samples are timed in turns, round after round, so that a
 card that grows warm or is shared with others does not favour one of them. Each measurement prints a
-line of JSON, and a table of medians comes last. Weights and tokens are random; the lengths are like
-those of the task's data, and a label is what a sample's first token says, so that losses fall.
+line of JSON, and a table of medians comes last; stderr says which way is at work. Ctrl-C ends it
+with what has been measured, and a way that fails leaves the others their turns. Weights and tokens
+are random; the lengths are like those of the task's data, and a label is what a sample's first
+token says, so that losses fall.
 
 The ways, in BF16 where the device is a GPU:
 
 - loop: a plain loop, autocast, padded to the longest sample of the batch, PyTorch's fused AdamW;
 - trainer: transformers.Trainer as it comes, in fp32;
 - trainer-tuned: the Trainer with what a search found to pay (peers/search_trainer.py): bf16,
-  workers, batches of like lengths, padding to few lengths, torch.compile, no filter for NaN;
+  workers, batches of like lengths, padding to few lengths, torch.compile, no filter for NaN; its
+  warm-up begins with a batch of each padded length, so that none is new to the compiler later;
 - speed_up: the plain loop on a model that was sped up;
 - packing: the plain loop on packed sequences, on a model that only takes them;
 - masters: both, with weights in bf16 and MasterAdamW;
@@ -21,14 +24,17 @@ The ways, in BF16 where the device is a GPU:
 import argparse
 import functools
 import json
+import signal
 import statistics
+import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Sampler
 from transformers import (
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
@@ -73,6 +79,11 @@ RATE = 5e-5
 CLIP = 1.0
 FIRST_TOKEN = 10  # of random ones
 FEW_LENGTHS = 64  # the tuned Trainer's batches are padded to multiples of so many tokens
+EXAMPLE = """\
+examples, which take a BERT-base where there is a GPU: all ways, and two of them in one round
+  python -m qa_lib.own.bench --task paragraphs
+  python -m qa_lib.own.bench --task pairs --ways loop all --rounds 1
+"""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -115,6 +126,8 @@ class Measured:
         self.batch = batch
         self.steps = 0
         self.losses = []
+        self.mean_loss: float | None = None
+        self.begun = self._now()  # where there is no warm-up
 
     def step(self, loss: torch.Tensor | None = None) -> None:
         """Count a step that has been done."""
@@ -124,15 +137,26 @@ class Measured:
         if self.steps == self.warm_up:
             self.begun = self._now()
 
+    @property
+    def timed_steps(self) -> int:
+        """How many steps have been timed."""
+        return max(0, self.steps - self.warm_up)
+
     def result(self) -> dict:
-        """Return samples a second, the peak of memory, and mean losses of both ends."""
+        """Return samples a second, the peak of memory, and what is known of the losses.
+
+        That is their means at both ends of a loop, or the mean of all of a Trainer's.
+        """
         seconds = self._now() - self.begun
         on_gpu = DEVICE.type == "cuda"
         peak = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None
         result = {
-            "samples_per_s": (self.steps - self.warm_up) * self.batch / seconds,
+            "samples_per_s": self.timed_steps * self.batch / seconds,
+            "steps": self.timed_steps,
             "reserved_gib": peak,
         }
+        if self.mean_loss is not None:
+            result["mean_loss"] = self.mean_loss
         if self.losses:
             losses = torch.stack(self.losses).float()
             result["first_loss"] = losses[:10].mean().item()
@@ -171,13 +195,11 @@ def master_step(model: PreTrainedModel, capture: bool) -> Callable[[dict], torch
     return GraphedStep(model, optimizer, capture=capture)
 
 
-def timed_loop(step, loader: DataLoader, arguments: argparse.Namespace) -> dict:
-    """Return what a loop measures."""
-    measured = Measured(arguments.warm_up, arguments.batch)
-    for batch in repeated(loader, arguments.warm_up + arguments.steps):
+def time_loop(step, loader: DataLoader, steps: int, measured: Measured) -> None:
+    """Train by a loop, for a warm-up and so many steps, which `measured` counts."""
+    for batch in repeated(loader, measured.warm_up + steps):
         batch = {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()}
         measured.step(step(batch))
-    return measured.result()
 
 
 def repeated(loader: DataLoader, count: int) -> Iterator[dict]:
@@ -218,20 +240,23 @@ class _Steps(TrainerCallback):
         self.measured.step()
 
 
-def timed_trainer(
+def time_trainer(
     make: Callable,
     model: PreTrainedModel,
     samples: list[dict],
     arguments: argparse.Namespace,
+    measured: Measured,
     collator: Callable = padded,
     **options,
-) -> dict:
-    """Return what a Trainer measures that `make` makes; `options` are of its arguments."""
-    measured = Measured(arguments.warm_up, arguments.batch)
+) -> None:
+    """Train by a Trainer that `make` makes, which `measured` counts.
+
+    `options` are of the Trainer's arguments.
+    """
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
             folder,
-            max_steps=arguments.warm_up + arguments.steps,
+            max_steps=measured.warm_up + arguments.steps,
             per_device_train_batch_size=arguments.batch,
             learning_rate=RATE,
             max_grad_norm=CLIP,
@@ -251,15 +276,86 @@ def timed_trainer(
             callbacks=[_Steps(measured)],
         )
         trainer.remove_callback(PrinterCallback)
-        loss = trainer.train().training_loss
-    return measured.result() | {"mean_loss": loss}
+        measured.mean_loss = trainer.train().training_loss
+
+
+def batches_of_each_length(samples: list[dict], batch: int) -> list[int]:
+    """Return the numbers of samples for a batch of each padded length, the longest first.
+
+    Lengths that no batch can have, since fewer samples than a batch are that short, are left out.
+    """
+    lengths = np.array([len(sample["input_ids"]) for sample in samples])
+    lengths += -lengths % FEW_LENGTHS
+    order = lengths.argsort(kind="stable")
+    lengths = lengths[order]
+    numbers = []
+    for length in np.unique(lengths[batch - 1 :])[::-1]:
+        end = lengths.searchsorted(length, side="right")
+        numbers += order[end - batch : end].tolist()
+    return numbers
+
+
+class _FirstThen(Sampler):
+    """Gives the numbers of samples in `first`, once, and then those of a sampler in each epoch."""
+
+    def __init__(self, first: list[int], sampler: Sampler):
+        self.first = first
+        self.sampler = sampler
+
+    def __iter__(self) -> Iterator[int]:
+        first, self.first = self.first, []
+        yield from first
+        yield from self.sampler
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class _WarmTrainer(Trainer):
+    """A Trainer that begins with the samples whose numbers are in `first`."""
+
+    first: list[int]
+
+    def _get_train_sampler(self, *args) -> Sampler:
+        return _FirstThen(self.first, super()._get_train_sampler(*args))
+
+
+def time_tuned_trainer(
+    model: PreTrainedModel,
+    samples: list[dict],
+    arguments: argparse.Namespace,
+    measured: Measured,
+    **options,
+) -> None:
+    """Train by the tuned Trainer, which `measured` counts, all padded lengths in the warm-up."""
+    first = batches_of_each_length(samples, arguments.batch)
+    measured.warm_up += len(first) // arguments.batch
+
+    def make(*args, **more):
+        trainer = _WarmTrainer(*args, **more)
+        trainer.first = first
+        return trainer
+
+    time_trainer(
+        make,
+        model,
+        samples,
+        arguments,
+        measured,
+        functools.partial(padded, multiple=FEW_LENGTHS),
+        bf16=True,
+        optim="adamw_torch_fused",
+        train_sampling_strategy="group_by_length",
+        torch_compile=DEVICE.type == "cuda",
+        **options,
+    )
 
 
 # The ways.
 
 
-def measure(way: str, arguments: argparse.Namespace) -> dict:
-    """Return the measurement of a way to train."""
+def train_by(way: str, arguments: argparse.Namespace, measured: Measured) -> None:
+    """Train by a way, which `measured` counts."""
     torch.manual_seed(0)
     config = SIZES[arguments.size]
     config._attn_implementation = "sdpa"  # which an earlier way has changed
@@ -268,22 +364,15 @@ def measure(way: str, arguments: argparse.Namespace) -> dict:
     capture = DEVICE.type == "cuda"
     workers = TUNED if DEVICE.type == "cuda" else {}
     if way == "trainer":
-        return timed_trainer(Trainer, model, samples, arguments)
+        time_trainer(Trainer, model, samples, arguments, measured)
+        return
     if way == "trainer-tuned":
-        tuned = workers | {
-            "bf16": True,
-            "optim": "adamw_torch_fused",
-            "train_sampling_strategy": "group_by_length",
-            "torch_compile": DEVICE.type == "cuda",
-        }
-        collator = functools.partial(padded, multiple=FEW_LENGTHS)
-        return timed_trainer(Trainer, model, samples, arguments, collator, **tuned)
+        time_tuned_trainer(model, samples, arguments, measured, **workers)
+        return
     if way == "fast-trainer":
-
-        def make(*args, **options):
-            return FastTrainer(*args, cuda_graph=capture, say=quiet, **options)
-
-        return timed_trainer(make, model, samples, arguments, bf16=True, **workers)
+        make = functools.partial(FastTrainer, cuda_graph=capture, say=quiet)
+        time_trainer(make, model, samples, arguments, measured, bf16=True, **workers)
+        return
     if way == "packing":
         take_packed(model, Rooted(model))
     elif way != "loop":
@@ -294,7 +383,8 @@ def measure(way: str, arguments: argparse.Namespace) -> dict:
     else:
         step = plain_step(model)
     is_packed = way not in ("loop", "speed_up")
-    return timed_loop(step, loader_of(samples, arguments.batch, is_packed), arguments)
+    loader = loader_of(samples, arguments.batch, is_packed)
+    time_loop(step, loader, arguments.steps, measured)
 
 
 WAYS = (
@@ -312,7 +402,12 @@ WAYS = (
 def parsed(words: list[str] | None) -> argparse.Namespace:
     """Return the arguments of the command line."""
     on_gpu = DEVICE.type == "cuda"
-    parser = argparse.ArgumentParser(description="Time ways to train a classifier, in turns.")
+    parser = argparse.ArgumentParser(
+        prog="python -m qa_lib.own.bench",
+        description="Time ways to train a classifier, in turns.",
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--task", choices=TASKS, default="pairs")
     parser.add_argument("--size", choices=SIZES, default="base" if on_gpu else "tiny")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
@@ -324,27 +419,79 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(words)
 
 
-def main(words: list[str] | None = None) -> None:
-    """Measure all ways in turns, and print each measurement and the medians."""
+def measure(way: str, number: int, arguments: argparse.Namespace) -> float:
+    """Measure a way in a round, and print a line of JSON; return samples a second.
+
+    One that is stopped by KeyboardInterrupt prints what it has timed.
+    """
+    torch._dynamo.reset()
+    if DEVICE.type == "cuda":
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    measured = Measured(arguments.warm_up, arguments.batch)
+    shown = {
+        "task": arguments.task,
+        "size": arguments.size,
+        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "way": way,
+        "round": number,
+    }
+    try:
+        train_by(way, arguments, measured)
+    except KeyboardInterrupt:
+        if measured.timed_steps:
+            print(json.dumps(shown | measured.result() | {"stopped": True}), flush=True)
+        raise
+    result = measured.result()
+    print(json.dumps(shown | result), flush=True)
+    return result["samples_per_s"]
+
+
+def print_medians(speeds: dict[str, list[float]]) -> None:
+    """Print a table of the ways that were measured."""
+    medians = {way: statistics.median(found) for way, found in speeds.items() if found}
+    if not medians:
+        return
+    first = next(iter(medians))
+    print(f"\n| way | samples/s | × {first} |\n| --- | ---: | ---: |")
+    for way, median in medians.items():
+        print(f"| {way} | {median:,.0f} | {median / medians[first]:.2f} |")
+
+
+def main(words: list[str] | None = None) -> int:
+    """Measure all ways in turns, and print each measurement and the medians.
+
+    Returns the exit status: 0, 1 where a way failed, 130 where it was stopped.
+    """
     arguments = parsed(words)
-    device = torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu"
     speeds: dict[str, list[float]] = {way: [] for way in arguments.ways}
-    for number in range(arguments.rounds):
-        for way in arguments.ways:
-            torch._dynamo.reset()
-            if DEVICE.type == "cuda":
-                torch.cuda.empty_cache()
-                torch.cuda.reset_peak_memory_stats()
-            result = measure(way, arguments)
-            speeds[way].append(result["samples_per_s"])
-            shown = {"task": arguments.task, "size": arguments.size, "device": device}
-            print(json.dumps(shown | {"way": way, "round": number} | result), flush=True)
-    first = statistics.median(speeds[arguments.ways[0]])
-    print(f"\n| way | samples/s | × {arguments.ways[0]} |\n| --- | ---: | ---: |")
-    for way, found in speeds.items():
-        median = statistics.median(found)
-        print(f"| {way} | {median:,.0f} | {median / first:.2f} |")
+    failed = []
+    turns = [(number, way) for number in range(arguments.rounds) for way in arguments.ways]
+    try:
+        for number, way in turns:
+            if way in failed:
+                continue
+            note = ", whose first steps may take minutes" if way == "trainer-tuned" else ""
+            say(f"round {number + 1} of {arguments.rounds}: {way}{note}")
+            try:
+                speeds[way].append(measure(way, number, arguments))
+            except Exception:
+                failed.append(way)
+                traceback.print_exc()
+                say(f"{way} failed, and is left out from here on")
+    except KeyboardInterrupt:
+        say("stopped: the medians are of the measurements that ended")
+        print_medians(speeds)
+        return 130
+    print_medians(speeds)
+    return 1 if failed else 0
+
+
+def say(line: str) -> None:
+    """Print a line of progress."""
+    print(line, file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as a time limit stops it
+    sys.exit(main())

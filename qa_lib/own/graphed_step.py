@@ -1,17 +1,27 @@
 """The optimizer step of one's own loop as a CUDA graph (train/cuda_graph.py says what that is)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
+from qa_lib.calls import expect
 from qa_lib.errors import UserError, first_line
 from qa_lib.train.cuda_graph import CapturedStep
 from qa_lib.train.master_adamw import MasterAdamW
 
 
 def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Return the loss that a model of transformers computes itself."""
-    return model(**batch).loss
+    """Return the loss that a model of transformers computes itself.
+
+    Raises UserError where it computes none.
+    """
+    loss = model(**batch).loss
+    if loss is None:
+        raise UserError(
+            f"the model returns no loss for {', '.join(batch)}: give the batch labels, "
+            "or GraphedStep(..., loss=...) a function that computes it"
+        )
+    return loss
 
 
 class GraphedStep:
@@ -47,6 +57,7 @@ class GraphedStep:
         max_norm: float | None = None,
         capture: bool = True,
     ):
+        expect("optimizer", optimizer, torch.optim.Optimizer, "GraphedStep(model, optimizer)")
         self.model = model
         self.optimizer = optimizer
         self.loss = loss
@@ -91,6 +102,7 @@ class GraphedStep:
 
     def _check_batch(self, batch: dict[str, torch.Tensor]) -> None:
         """Raise UserError for a batch of other shapes than the first one's, or elsewhere."""
+        expect("the batch", batch, Mapping, "give a dict of tensors")
         for name, tensor in batch.items():
             if not torch.is_tensor(tensor) or tensor.device != self.device:
                 where = tensor.device if torch.is_tensor(tensor) else f"a {type(tensor).__name__}"

@@ -17,6 +17,7 @@ computed again under gradient checkpointing, with the arguments of its call.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -98,9 +99,35 @@ def _take_seeds(attention: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple,
 # Packed sequences.
 
 
+class PackedPositions(NamedTuple):
+    """Positions of a packed sequence, with where its samples end."""
+
+    position_ids: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+
+
+def hand_on_segments(model: nn.Module) -> None:
+    """Have a head that hands its encoder no further arguments hand on `cu_seqlens`, in place.
+
+    MPNet's do not, but hand on positions as they are: `cu_seqlens` go with these.
+    """
+    if model is not model.base_model:
+        model.register_forward_pre_hook(_join_positions, with_kwargs=True)
+
+
+def _join_positions(model: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Join `cu_seqlens` to the positions."""
+    ends = kwargs.get("cu_seqlens")
+    if ends is None:
+        return args, kwargs
+    return args, kwargs | {"position_ids": PackedPositions(kwargs.get("position_ids"), ends)}
+
+
 def take_packed(model: nn.Module, root: Rooted) -> None:
     """Have a model take what PackedCollator gives as well as padded batches, in place."""
-    model.set_attn_implementation(QUICKEST)
+    for layer in layers_of(root):
+        attention = layer.get_submodule(encoder_of(root).self_attention)
+        attention.config._attn_implementation = QUICKEST
     encoder = root.get_submodule(root.encoder_name)
     encoder.register_forward_pre_hook(_enter, with_kwargs=True)
     encoder.register_forward_hook(_leave, with_kwargs=True)
@@ -108,12 +135,13 @@ def take_packed(model: nn.Module, root: Rooted) -> None:
         model.register_forward_hook(_score_spans, with_kwargs=True)
 
 
-def refuse_packed(encoder: nn.Module, why: str) -> None:
-    """Have an encoder refuse packed sequences in one line, in place."""
-    encoder.register_forward_pre_hook(partial(_refuse, why), with_kwargs=True)
+def refuse_packed(model: nn.Module, why: str) -> None:
+    """Have a model, and its encoder where that is called alone, refuse packed sequences."""
+    for module in {model, model.base_model}:
+        module.register_forward_pre_hook(partial(_refuse, why), with_kwargs=True)
 
 
-def _refuse(why: str, encoder: nn.Module, args: tuple, kwargs: dict) -> None:
+def _refuse(why: str, module: nn.Module, args: tuple, kwargs: dict) -> None:
     """Raise UserError for a packed sequence."""
     if kwargs.get("cu_seqlens") is not None:
         raise UserError(f"this model takes no packed sequences: {why}")
@@ -121,6 +149,9 @@ def _refuse(why: str, encoder: nn.Module, args: tuple, kwargs: dict) -> None:
 
 def _enter(encoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Hand the segments of a packed sequence to the layers; leave a padded batch as it is."""
+    positions = kwargs.get("position_ids")
+    if isinstance(positions, PackedPositions):
+        kwargs = kwargs | positions._asdict()
     if kwargs.get("cu_seqlens") is None:
         return args, kwargs
     kwargs = dict(kwargs)

@@ -6,14 +6,14 @@ every step. PackedCollator makes a model's inputs of one of them, or of any list
 head then returns, own/packed_model.py lays out for each sample.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from qa_lib.calls import checked
+from qa_lib.calls import checked, shown
 from qa_lib.data.batches import round_up
 from qa_lib.data.packing import ALIGN, DEALT_TOGETHER, deal, segment_ends
 from qa_lib.errors import UserError
@@ -150,8 +150,8 @@ def pack(
     it is to be left out (`drop_last`). Its length is a multiple of 64 where it can be. Samples are
     dealt anew by `set_epoch(number)`, from `seed`. `say` takes a line on what came out.
 
-    Raises UserError, which names the sample, where one is empty, has no labels though the first
-    has, or is longer than a packed sequence; no sample is ever cut.
+    Raises UserError, which names the sample, where one is empty, has no labels though others have,
+    or is longer than a packed sequence; no sample is ever cut.
 
         from torch.utils.data import DataLoader
         from qa_lib import PackedCollator, pack
@@ -163,9 +163,8 @@ def pack(
     """
     if (tokens is None) == (samples is None):
         raise UserError("pack takes either tokens=4096 or samples=32: how long, or how many")
-    for name, value in (("tokens", tokens), ("samples", samples)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise UserError(f"{name} is {value!r}: give a whole number, 1 or more")
+    _check_number("tokens", tokens)
+    _check_number("samples", samples)
     lengths = _lengths(dataset)
     if tokens is not None and lengths.max() > tokens:
         number = int(lengths.argmax())
@@ -183,49 +182,100 @@ def pack(
     if cut:
         say(
             f"{cut:,} of {len(lengths):,} samples have exactly {lengths.max():,} tokens, "
-            "as many as no length below: the tokenizer may have cut them"
+            "many more than have any number just below: the tokenizer may have cut them"
         )
     return packed
 
 
+def _check_number(name: str, value: int | None) -> None:
+    """Raise UserError for a number of tokens or samples that is none."""
+    if value is not None and (type(value) is not int or value < 1):
+        raise UserError(f"{name} is {value!r}: give a whole number, 1 or more")
+
+
 def _lengths(dataset) -> np.ndarray:
     """Return how many tokens each sample has, int64; raise UserError for what cannot be trained."""
+    if isinstance(dataset, Mapping):  # what a tokenizer returns, too
+        raise UserError(
+            f"a {type(dataset).__name__} is no list of samples: of columns make one, "
+            "datasets.Dataset.from_dict(...), and of splits give one, dataset['train']"
+        )
     if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         raise UserError(
             f"a {type(dataset).__name__} cannot be packed ahead, its length is not known: "
-            "DataLoader(dataset, batch_size=32, collate_fn=PackedCollator())"
+            "DataLoader(dataset, batch_size=32, collate_fn=PackedCollator()), "
+            "or FastTrainer(..., packed=False)"
         )
     if len(dataset) == 0:
         raise UserError("the dataset is empty: there is nothing to pack")
-    columns = getattr(dataset, "column_names", None)
-    if columns is None:
-        samples = [dataset[number] for number in range(len(dataset))]
-        columns = list(samples[0])
-        for number, sample in enumerate(samples):
-            for name in columns:
-                if name not in sample:
-                    raise UserError(f"sample {number} has no {name}, which the first one has")
-        values = {name: [sample[name] for sample in samples] for name in columns}
-    else:
-        values = dataset
-    if "input_ids" not in columns:
-        raise UserError(f"samples have no input_ids, only {', '.join(columns)}: tokenize them")
+    columns = _columns(dataset)
     for name in (*LABELS, *PER_SAMPLE):
-        if name in columns:
-            without = [number for number, label in enumerate(values[name]) if label is None]
-            if without:
-                raise UserError(
-                    f"sample {without[0]} has no {name}, nor have {len(without) - 1} others: "
-                    "leave them out before packing"
-                )
-    lengths = np.array([len(ids) for ids in values["input_ids"]], dtype=np.int64)
-    if not lengths.all():
-        empty = np.flatnonzero(lengths == 0)
+        missing = [number for number, value in enumerate(columns.get(name, ())) if value is None]
+        _refuse_samples(missing, f"no {name}")
+    lengths = np.array(
+        [_length(ids, f"sample {number}") for number, ids in enumerate(columns["input_ids"])],
+        dtype=np.int64,
+    )
+    _refuse_samples(np.flatnonzero(lengths == 0), "no tokens")
+    return lengths
+
+
+def _columns(dataset) -> dict[str, Sequence]:
+    """Return the tokens of all samples, and their labels where they have some, by their names.
+
+    Raises UserError where some samples lack what others have.
+    """
+    wanted = ("input_ids", *LABELS, *PER_SAMPLE)
+    names = getattr(dataset, "column_names", None)
+    if names is not None:
+        columns = {name: dataset[name] for name in wanted if name in names}
+    else:
+        samples = [dataset[number] for number in range(len(dataset))]
+        for number, sample in enumerate(samples):
+            _check_dict(sample, f"sample {number}")
+        names = set().union(*samples)
+        columns = {}
+        for name in wanted:
+            lacking = [number for number, sample in enumerate(samples) if name not in sample]
+            if name in names:
+                _refuse_samples(lacking, f"no {name}, and others have")
+                columns[name] = [sample[name] for sample in samples]
+    if "input_ids" not in columns:
         raise UserError(
-            f"sample {empty[0]} is empty, and so are {len(empty) - 1} others: "
+            f"samples have no input_ids, only {', '.join(sorted(names))}: tokenize them"
+        )
+    return columns
+
+
+def _refuse_samples(numbers: Sequence[int], what: str) -> None:
+    """Raise UserError that samples of these numbers have `what`, if there are any."""
+    if len(numbers) == 1:
+        raise UserError(f"sample {numbers[0]} has {what}: leave it out before packing")
+    if len(numbers):
+        raise UserError(
+            f"sample {numbers[0]} and {len(numbers) - 1:,} others have {what}: "
             "leave them out before packing"
         )
-    return lengths
+
+
+def _check_dict(sample, which: str) -> None:
+    """Raise UserError for a sample that is no dict."""
+    if not isinstance(sample, Mapping):
+        raise UserError(f"{which} is a {type(sample).__name__}: give a dict with input_ids")
+
+
+def _length(ids, which: str) -> int:
+    """Return how many tokens a sample has; raise UserError where its ids are no flat list."""
+    try:
+        dimensions = np.ndim(ids[:1])
+    except (TypeError, IndexError):  # a number
+        dimensions = 0
+    if dimensions != 1:
+        raise UserError(
+            f"input_ids of {which} are no list of whole numbers: "
+            "tokenize by tokenizer(text), without return_tensors"
+        )
+    return len(ids)
 
 
 def _perhaps_cut(lengths: np.ndarray) -> int:
@@ -256,15 +306,29 @@ class PackedCollator:
       [samples, labels], or [samples, longest] with -100 for padding.
 
     A call of the model returns for each sample what a padded batch would.
+
+    Raises UserError, which names the sample, where one is empty or padded, lacks what others have,
+    or has another number of labels than of tokens; and where all have more tokens than `tokens`.
+
+        from qa_lib import PackedCollator
+
+        batch = PackedCollator()(tokenized[:32])
+        logits = model(**batch).logits  # [samples, labels], for a head that classifies samples
     """
 
     def __init__(self, tokens: int | None = None):
+        _check_number("tokens", tokens)
         self.tokens = tokens
 
     def __call__(self, samples: PackedSequence | list) -> dict[str, torch.Tensor]:
-        """Return the inputs; raise UserError, which names the sample, where one is amiss."""
+        """Return the inputs of `samples`: a list of dicts, or what an item of `pack(...)` is."""
         tokens = self.tokens
         longest = None
+        if not isinstance(samples, list | tuple) or not samples:
+            raise UserError(
+                f"PackedCollator got {shown(samples)}: "
+                "give a list of samples, or an item of pack(...)"
+            )
         if isinstance(samples, list) and isinstance(samples[0], PackedSequence):
             if len(samples) > 1:
                 raise UserError(
@@ -274,8 +338,7 @@ class PackedCollator:
             (samples,) = samples
         if isinstance(samples, PackedSequence):
             samples, tokens, longest = samples
-        lengths = np.array([len(sample["input_ids"]) for sample in samples])
-        _check_samples(samples, lengths)
+        lengths = _checked_lengths(samples)
         longest = longest or int(lengths.max())
         total = int(lengths.sum())
         tokens = tokens or int(round_up(total, ALIGN))
@@ -287,20 +350,28 @@ class PackedCollator:
         return _inputs(samples, lengths, tokens, longest)
 
 
-def _check_samples(samples: list[dict], lengths: np.ndarray) -> None:
-    """Raise UserError for samples that are empty, padded, or have no labels where others have."""
-    names = set().union(*samples) & {*LABELS, *PER_SAMPLE, *PER_TOKEN}
-    for number, (sample, length) in enumerate(zip(samples, lengths, strict=True)):
-        if length == 0:
-            raise UserError(f"sample {number} of the batch is empty: leave it out")
+def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:
+    """Return how many tokens each sample of a batch has, int64.
+
+    Raises UserError for samples that are empty, padded, or have no labels where others have.
+    """
+    for number, sample in enumerate(samples):
+        _check_dict(sample, f"sample {number} of the batch")
+    names = set().union(*samples) & {*LABELS, *PER_SAMPLE, *PER_TOKEN} | {"input_ids"}
+    lengths = []
+    for number, sample in enumerate(samples):
+        which = f"sample {number} of the batch"
         for name in names:
             if sample.get(name) is None:
-                raise UserError(f"sample {number} of the batch has no {name}, and others have")
+                raise UserError(f"{which} has no {name}, and others have")
+        lengths.append(_length(sample["input_ids"], which))
+        if lengths[-1] == 0:
+            raise UserError(f"{which} is empty: leave it out")
         if "attention_mask" in sample and not all(sample["attention_mask"]):
             raise UserError(
-                f"sample {number} of the batch is padded: tokenize without padding=..., "
-                "which packing makes needless"
+                f"{which} is padded: tokenize without padding=..., which packing makes needless"
             )
+    return np.array(lengths, dtype=np.int64)
 
 
 def _inputs(samples, lengths, tokens: int, longest: int) -> dict[str, torch.Tensor]:
@@ -342,8 +413,20 @@ def _packed(columns: list, name: str, lengths: np.ndarray, tokens: int) -> torch
 def _labels(labels: list, lengths: np.ndarray, longest: int) -> torch.Tensor:
     """Return labels of samples, or of their tokens as for padded batches."""
     arrays = [np.asarray(label) for label in labels]
+    for number, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf":
+            raise UserError(
+                f"labels of sample {number} of the batch are {shown(labels[number])}: "
+                "give numbers, such as the class's"
+            )
     is_real = np.issubdtype(arrays[0].dtype, np.floating)
     if arrays[0].ndim == 0 or is_real:
+        for number, array in enumerate(arrays):
+            if array.shape != arrays[0].shape:
+                raise UserError(
+                    f"sample {number} of the batch has {array.size} labels, "
+                    f"and sample 0 has {arrays[0].size}"
+                )
         stacked = torch.from_numpy(np.stack(arrays))
         return stacked.float() if is_real else stacked.long()
     padded = np.full((len(labels), longest), IGNORED, dtype=np.int64)

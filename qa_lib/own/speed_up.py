@@ -14,6 +14,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 
 import torch
+from torch import nn
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation
@@ -21,7 +22,7 @@ from transformers.activations import GELUActivation
 from qa_lib.calls import checked, expect
 from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
-from qa_lib.model.architectures import encoder_of, find_encoder, layers_of
+from qa_lib.model.architectures import REFUSED, encoder_of, layers_of
 from qa_lib.model.attention import (
     QUICKEST,
     FusedSelfAttention,
@@ -32,12 +33,19 @@ from qa_lib.model.attention import (
     use_varlen_attention,
 )
 from qa_lib.model.fused_blocks import FusedIntermediate, use_fused_norms, use_hash_dropout
-from qa_lib.own.packed_model import Rooted, draw_dropouts, refuse_packed, take_packed
+from qa_lib.model.mpnet import keep_names, replace_layers
+from qa_lib.own.packed_model import (
+    Rooted,
+    draw_dropouts,
+    hand_on_segments,
+    refuse_packed,
+    take_packed,
+)
 from qa_lib.spec.rules import lacking, unfit_heads
 from qa_lib.spec.settings import Settings
 
 # Types of models whose layers hand keyword arguments down.
-KINDS = ("bert", "roberta", "electra", "distilbert", "modernbert")
+KINDS = ("bert", "roberta", "electra", "distilbert", "modernbert", "mpnet")
 # What each technique is among a run's settings, by the words that `speed_up` has for it.
 FUSED_QKV = "fused QKV"
 HASH_DROPOUT = "hash dropout"
@@ -60,15 +68,16 @@ LEAST_CAPABILITY = (7, 5)  # of a GPU that the kernels are for
 def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreTrainedModel:
     """Speed up an encoder of transformers, in place, and return it.
 
-    `model` is a BERT, RoBERTa, ELECTRA, DistilBERT or ModernBERT with a head for questions,
+    `model` is a BERT, RoBERTa, ELECTRA, DistilBERT, ModernBERT or MPNet with a head for questions,
     sequences or tokens, or with none. Make the optimizer afterwards: some parameters are new ones.
     Everything else stays as it is: training and evaluation, gradient checkpointing, autocast,
     `torch.compile`, DistributedDataParallel, `save_pretrained`. It then also takes packed
     sequences: the batches that PackedCollator gives. `say` takes one line on what was taken and
     what was not, and why.
 
-    Raises UserError for another architecture, a decoder, a model with adapters, and one that has
-    been sped up.
+    Raises UserError for another architecture, a decoder, a model with adapters or quantized
+    weights, and one that has been sped up; a later call of the model raises it for adapters that
+    were added to the fused linear layer.
 
         from transformers import AutoModelForSequenceClassification
         from qa_lib import speed_up
@@ -77,6 +86,8 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
         speed_up(model)  # BertForSequenceClassification: fused QKV, hash dropout, ...
     """
     _check(model)
+    if model.config.model_type == "mpnet":
+        _give_bert_layers(model)
     root = Rooted(model)
     left_out = {name: why for name in TECHNIQUES if (why := _why_not(name, model, root))}
     if FUSED_QKV not in left_out:
@@ -95,7 +106,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     # First what refuses or lays out, then seeds: hooks are called in this order.
     encoder = root.get_submodule(root.encoder_name)
     if PACKING in left_out:
-        refuse_packed(encoder, left_out[PACKING])
+        refuse_packed(model, left_out[PACKING])
     else:
         take_packed(model, root)
     if HASH_DROPOUT not in left_out:
@@ -113,17 +124,33 @@ def _check(model: PreTrainedModel) -> None:
             "speed_up takes a model without adapters, and this one has adapters of peft: "
             "the fused linear layers would leave them out"
         )
-    expect("model", model, PreTrainedModel, "give a model of transformers")
+    wanted = "give a model of transformers, before torch.compile or DDP has wrapped it"
+    expect("model", model, PreTrainedModel, wanted)
+    name = type(model).__name__
     kind = model.config.model_type
-    find_encoder(kind, type(model).__name__)
     if kind not in KINDS:
-        raise UserError(
-            f"{type(model).__name__}: speed_up takes {', '.join(KINDS)}, and not {kind}"
-        )
+        why = f" ({REFUSED[kind]})" if kind in REFUSED else ""
+        raise UserError(f"{name}: speed_up takes {', '.join(KINDS)}, and not {kind}{why}")
     if getattr(model.config, "is_decoder", False):
-        raise UserError(f"{type(model).__name__} is a decoder by its configuration: is_decoder")
+        raise UserError(
+            f"{name} is a decoder, by is_decoder in its configuration, and speed_up takes encoders"
+        )
+    if getattr(model, "is_quantized", False):
+        raise UserError(
+            f"the weights of this {name} are quantized, and speed_up fuses those that are not: "
+            "load it without quantization_config"
+        )
     if getattr(model.base_model, "is_sped_up", False):
-        raise UserError(f"this {type(model).__name__} has been sped up already")
+        raise UserError(f"this {name} has been sped up already: call speed_up once")
+
+
+def _give_bert_layers(model: PreTrainedModel) -> None:
+    """Give an MPNet layers like BERT's whose checkpoint is that of MPNet's own, in place."""
+    replace_layers(model.base_model, attention="sdpa")
+    for layer in model.base_model.encoder.layer:
+        keep_names(layer)
+    hand_on_segments(model)
+    model.supports_gradient_checkpointing = True  # BERT's layers can be computed again
 
 
 def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:
@@ -141,7 +168,9 @@ def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:
     if name == PACKING:
         if type(model).__name__.endswith("ForMultipleChoice"):
             return "a head for multiple choice counts the choices by the shape of its inputs"
-        attention = model.config._attn_implementation
+        first_layer = layers_of(root)[0]
+        config = first_layer.get_submodule(encoder_of(root).self_attention).config
+        attention = config._attn_implementation
         if attention not in ("sdpa", QUICKEST):  # a configuration may be that of several models
             return f"attention {attention!r}: load the model with attn_implementation='sdpa'"
     return None
@@ -213,6 +242,12 @@ class QuickSelfAttention(FusedSelfAttention):
 
     def project(self, hidden_states, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what FusedSelfAttention returns."""
+        if type(self.qkv) is not nn.Linear:
+            raise UserError(
+                "the fused linear layer of query, key and value was replaced by a "
+                f"{type(self.qkv).__module__}.{type(self.qkv).__name__}: "
+                "give adapters to a model that was not sped up"
+            )
         shape = (3, -1, self.width)
         if not is_packed:
             return self.qkv(hidden_states).unflatten(-1, shape), None

@@ -111,7 +111,7 @@ class FastTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training data, packed."""
-        if not self.packed:
+        if not self.packed or self.train_dataset is None:
             return super().get_train_dataloader()
         dataset = self.train_dataset
         if isinstance(dataset, datasets.Dataset):
