@@ -378,7 +378,7 @@ def test_a_replayed_kernel_without_a_counterpart_keeps_its_part_and_comes_first_
 class Profiler:
     """A profiler of nothing, which notes the steps and what schedule it was given."""
 
-    def __init__(self, activities, schedule):
+    def __init__(self, activities, schedule, acc_events):
         self.schedule = schedule
         self.steps = 0
 
