@@ -9,9 +9,14 @@ from qa_lib.kernels import fp8
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import Float8Linear, FusedIntermediate, LinearWithoutBias
+from qa_lib.model.fused_blocks import (
+    Float8Linear,
+    FusedIntermediate,
+    LinearWithoutBias,
+    renew,
+)
 from tests.kernels import DEVICE, relative, with_gradients
-from tests.tiny import planned
+from tests.tiny import checkpoint, packed_model, planned
 
 
 @pytest.fixture
@@ -145,6 +150,56 @@ def test_a_feed_forward_block_does_not_keep_what_gelu_has_given(drawn, feed_forw
         second(intermediate(x))
     wide = [tuple(t.shape) for t in kept if t.dtype == torch.bfloat16 and 128 in t.shape]
     assert wide == [(64, 128), (128,)], "GELU's input, and the bias"
+
+
+# The linear layers before and after attention.
+
+
+def loss_and_gradients(variant: str, folder) -> dict[str, torch.Tensor]:
+    """The loss of a model of that variant in bf16 and its gradients by name; seeds are equal."""
+    model, packed, inputs = packed_model(planned(variant, model=folder))
+    model.bfloat16()
+    torch.manual_seed(5)
+    renew(model)
+    loss = packed(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(kind, tmp_path):
+    folder = checkpoint(kind, tmp_path)
+    found = loss_and_gradients("E-fp8-all", folder)
+    native = loss_and_gradients("E-uncompiled", folder)
+    assert list(found) == list(native)
+    assert None not in found.values()
+    in_layers = [name for name in native if "layer" in name.lower() and name.endswith("weight")]
+    errors = [relative(found[name], native[name]) for name in in_layers]
+    assert 0 < max(errors) < 0.2
+    torch.testing.assert_close(found["loss"], native["loss"], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("variant", "in_8_bits"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
+def test_every_linear_layer_of_a_block_can_have_8_bits(variant, in_8_bits, monkeypatch):
+    products = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *x, **y: products.append(1) or real(*x, **y))
+    model, packed, inputs = packed_model(planned(variant))
+    model.bfloat16()
+    loss = packed(**inputs).loss
+    assert len(products) == in_8_bits * len(layers_of(model))
+    loss.backward()
+    assert len(products) == 2 * in_8_bits * len(layers_of(model))
+
+
+def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
+    model = build_model(planned("E-fp8-all")).bfloat16().train()
+    ids = torch.randint(5, 30, (2, 16))
+    model(ids, torch.ones_like(ids)).start_logits.float().square().sum().backward()
+    for layer in layers_of(model):
+        query, _, value = layer.attention.self.qkv.bias.grad.chunk(3)
+        assert query.abs().max() > 0
+        assert value.abs().max() > 0
 
 
 # The kernels. In Triton's interpreter some numbers are rounded to another neighbour.

@@ -38,7 +38,7 @@ CAST = {"ELEMENTS": 1024, "num_warps": 4}
 def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return x W^T + b in bf16 [..., out], for bf16 x [..., in], W [out, in] and b [out] or None.
 
-    W may be transposed in memory.
+    W may be transposed in memory. A bias that needs no gradient gets none.
     """
     return _Fp8Linear.apply(x, weight, bias)
 
@@ -51,7 +51,7 @@ class _Fp8Linear(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         weight8, transposed8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows, transposed8)
-        ctx.has_bias = bias is not None
+        ctx.trains_bias = bias is not None and bias.requires_grad
         ctx.is_transposed = not weight.is_contiguous()
         y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
         return y.view(*x.shape[:-1], -1)
@@ -61,7 +61,7 @@ class _Fp8Linear(torch.autograd.Function):
         rows, transposed8 = ctx.saved_tensors
         grad_rows = grad.reshape(-1, grad.shape[-1])
         x_grad = scaled_mm(in_e5m2(grad_rows, GRADIENT), transposed8.t(), GRADIENT * WEIGHT)
-        bias_grad = grad_rows.sum(0) if ctx.has_bias else None
+        bias_grad = grad_rows.sum(0) if ctx.trains_bias else None
         w_grad = weight_grad(grad_rows, rows, ctx.is_transposed)
         return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad
 

@@ -37,6 +37,7 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.models.modernbert.modeling_modernbert import ModernBertRotaryEmbedding
 
 from qa_lib.errors import UserError
+from qa_lib.kernels.fp8 import fp8_linear
 from qa_lib.kernels.varlen_attention import (
     RelativeBias,
     attach_bias_grad,
@@ -45,7 +46,7 @@ from qa_lib.kernels.varlen_attention import (
     varlen_attention,
 )
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.model.fused_blocks import HashDropout, to_float8
 from qa_lib.spec.rules import unfit_heads
 
 
@@ -394,6 +395,13 @@ class BiasDeferredLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias.detach())
 
 
+class Float8BiasDeferredLinear(BiasDeferredLinear):
+    """A BiasDeferredLinear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
+
+    def forward(self, x):
+        return fp8_linear(x, self.weight, self.bias.detach())
+
+
 class FusedSelfAttention(nn.Module):
     """The self-attention of a BERT-like encoder with one linear layer for the three projections.
 
@@ -528,3 +536,16 @@ def use_varlen_attention(model: nn.Module, defers_bias: bool = True) -> None:
         self_attention.dropout = HashDropout(self_attention.dropout.p)
         if defers_bias and isinstance(self_attention, FusedSelfAttention):
             self_attention.qkv.__class__ = BiasDeferredLinear
+
+
+def use_float8_projections(model: nn.Module) -> None:
+    """Give the linear layers before and after attention 8-bit operands, in place.
+
+    The model has fused projections and is prepared for the kernel of kernels/varlen_attention.py.
+    Weights stay in bf16.
+    """
+    encoder = encoder_of(model)
+    for layer in layers_of(model):
+        projections = layer.get_submodule(encoder.self_attention).qkv
+        projections.__class__ = Float8BiasDeferredLinear
+        to_float8(layer.get_submodule(encoder.attention_output))

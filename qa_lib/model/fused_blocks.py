@@ -285,8 +285,13 @@ def use_float8(model: nn.Module) -> None:
             if is_decoder:
                 linear.float8 = True
             else:
-                linear.adds_bias = not isinstance(linear, LinearWithoutBias)
-                linear.__class__ = Float8Linear
+                to_float8(linear)
+
+
+def to_float8(linear: nn.Linear) -> None:
+    """Make a linear layer a Float8Linear, in place."""
+    linear.adds_bias = not isinstance(linear, LinearWithoutBias)
+    linear.__class__ = Float8Linear
 
 
 # The decoder.
