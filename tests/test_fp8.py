@@ -5,13 +5,16 @@ import copy
 import pytest
 import torch
 
+from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.kernels import fp8
 from qa_lib.kernels.gelu import gelu
+from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import (
     Float8Linear,
     FusedIntermediate,
+    FusedOutput,
     LinearWithoutBias,
     renew,
 )
@@ -200,6 +203,118 @@ def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
         query, _, value = layer.attention.self.qkv.bias.grad.chunk(3)
         assert query.abs().max() > 0
         assert value.abs().max() > 0
+
+
+# Operands that are written where they are made.
+
+
+class Handed(torch.autograd.Function):
+    """Its input as it is; the gradient goes to a placeholder in e5m2 as well."""
+
+    @staticmethod
+    def forward(ctx, x, placeholder):
+        ctx.shape = placeholder.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, fp8._in_8_bits(
+            grad.reshape(ctx.shape), fp8.GRADIENT, fp8.E5M2_MAX, torch.float8_e5m2
+        )
+
+
+def copy_of(x):
+    return fp8._in_8_bits(
+        x.detach().contiguous(), fp8.ACTIVATION, fp8.E4M3_MAX, torch.float8_e4m3fn
+    )
+
+
+@pytest.fixture
+def copies_as_on_a_gpu(monkeypatch):
+    """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
+    plain_norm = fused_blocks.fused_norm
+    plain_attention = attention.varlen_attention_and_copy
+
+    def norm(x, *rest, placeholder, copies, **words):
+        x = x if placeholder is None else Handed.apply(x, placeholder)
+        output, second, _ = plain_norm(x, *rest, **words)
+        return output, second, copy_of(output) if copies else None
+
+    def attend(qkv, *rest, placeholder, **words):
+        qkv = Handed.apply(qkv, placeholder)
+        output, _ = plain_attention(qkv, *rest, placeholder=placeholder, **words)
+        return output, copy_of(output)
+
+    monkeypatch.setattr(fused_blocks, "fused_norm", norm)
+    monkeypatch.setattr(attention, "varlen_attention_and_copy", attend)
+
+
+@pytest.fixture
+def casts(monkeypatch) -> list[tuple[str, int]]:
+    """The format and the width of all that is cast from now on."""
+    noted = []
+    for name in ("in_e4m3", "in_e5m2"):
+        cast = getattr(fp8, name)
+
+        def noting(x, factor, name=name, cast=cast):
+            if factor != fp8.WEIGHT:
+                noted.append((name, x.shape[-1]))
+            return cast(x, factor)
+
+        monkeypatch.setattr(fp8, name, noting)
+    return noted
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
+def test_operands_that_are_handed_on_are_those_that_a_cast_would_make(
+    kind, variant, tmp_path, request
+):
+    folder = checkpoint(kind, tmp_path)
+    by_casts = loss_and_gradients(variant, folder)
+    request.getfixturevalue("copies_as_on_a_gpu")
+    torch.testing.assert_close(loss_and_gradients(variant, folder), by_casts, rtol=0, atol=0)
+
+
+WIDTH = TINY_CONFIG["hidden_size"]
+LAYERS = TINY_CONFIG["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
+def test_of_all_operands_but_gelus_only_the_first_layers_input_is_cast(
+    variant, copies_as_on_a_gpu, casts
+):
+    """GELU casts on a CPU, and its kernel writes 8 bits by itself."""
+    loss_and_gradients(variant, None)
+    of_blocks = [(name, width) for name, width in casts if width in (WIDTH, 3 * WIDTH)]
+    assert of_blocks == ([("in_e4m3", WIDTH)] if variant == "E-fp8-all" else [])
+
+
+def test_without_copies_every_operand_is_cast(casts):
+    loss_and_gradients("E-fp8-all", None)
+    assert casts.count(("in_e4m3", WIDTH)) == 3 * LAYERS
+    assert casts.count(("in_e5m2", WIDTH)) == 2 * LAYERS
+    assert casts.count(("in_e5m2", 3 * WIDTH)) == LAYERS
+
+
+def test_a_layer_takes_the_copy_of_its_input_once(drawn):
+    x, _, _, in_fp8 = drawn
+    expected = in_fp8(2 * x)
+    fused_blocks.leave_copy(x, copy_of(2 * x))
+    assert torch.equal(in_fp8(x), expected)
+    assert not torch.equal(in_fp8(x), expected)
+
+
+def test_norms_copy_for_linear_layers_in_8_bits_alone():
+    def copying(variant):
+        modules = build_model(planned(variant)).modules()
+        return [module.copies for module in modules if isinstance(module, FusedOutput)]
+
+    assert copying("E-uncompiled") == [False, False] * LAYERS
+    assert copying("E-fp8-uncompiled") == [True, False] * LAYERS
+    *others, last = copying("E-fp8-all")
+    assert others == [True] * (2 * LAYERS - 1)
+    assert not last
 
 
 # The kernels. In Triton's interpreter some numbers are rounded to another neighbour.
