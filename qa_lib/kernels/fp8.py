@@ -156,14 +156,14 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
     """Cast ELEMENTS of a contiguous tensor `x` of `size` elements into `x8`, as _in_8_bits does."""
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < size
-    value = scaled_and_clamped(tl.load(x + at, mask=inside, other=0.0), FACTOR, MAX)
-    tl.store(x8 + at, value.to(x8.dtype.element_ty), mask=inside)
+    value = tl.load(x + at, mask=inside, other=0.0)
+    tl.store(x8 + at, in_8_bits(value, FACTOR, MAX, x8.dtype.element_ty), mask=inside)
 
 
 @jit
-def scaled_and_clamped(value, FACTOR: tl.constexpr, MAX: tl.constexpr):
-    """Return values times FACTOR, clamped to ±MAX, in fp32, to be converted to 8 bits."""
-    return tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
+def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexpr):
+    """Return values times FACTOR, clamped to ±MAX, in an 8-bit type."""
+    return tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL).to(dtype)
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,10 +217,8 @@ def weight_in_e4m3_kernel(
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < rows) & (column < columns)
-    value = scaled_and_clamped(
-        tl.load(weight + row * columns + column, mask=inside, other=0.0), FACTOR, MAX
-    )
-    value = value.to(weight8.dtype.element_ty)
+    value = tl.load(weight + row * columns + column, mask=inside, other=0.0)
+    value = in_8_bits(value, FACTOR, MAX, weight8.dtype.element_ty)
     tl.store(weight8 + row * columns + column, value, mask=inside)
     tl.store(transposed8 + column * rows + row, value, mask=inside)
 

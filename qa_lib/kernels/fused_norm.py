@@ -49,7 +49,7 @@ from qa_lib.kernels.common import (
     threshold_of,
     tl,
 )
-from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, scaled_and_clamped
+from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 PROGRAMS = 528  # of the backward kernel: four for each multiprocessor of an H200
 # ROWS are those that a program has at a time; STAGES, how many iterations ahead of its arithmetic
@@ -367,7 +367,7 @@ def norm_forward_kernel(
     normed = (x * scale + shift).to(output.dtype.element_ty)
     tl.store(output + at, normed, mask=inside)
     if FACTOR != 0.0:
-        normed8 = scaled_and_clamped(normed, FACTOR, MAX).to(output8.dtype.element_ty)
+        normed8 = in_8_bits(normed, FACTOR, MAX, output8.dtype.element_ty)
         tl.store(output8 + at, normed8, mask=inside)
     tl.store(statistics + row, mean, mask=in_rows)
     tl.store(statistics + rows + row, inverse, mask=in_rows)
@@ -449,7 +449,7 @@ def norm_backward_kernel(
         rounded = x_grad.to(gemm_grad.dtype.element_ty)
         tl.store(gemm_grad + at, rounded, mask=inside)
         if FACTOR != 0.0:
-            rounded8 = scaled_and_clamped(rounded, FACTOR, MAX).to(gemm_grad8.dtype.element_ty)
+            rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
             tl.store(gemm_grad8 + at, rounded8, mask=inside)
         bias_sum += x_grad
     partials += program * 3 * WIDTH + column

@@ -50,7 +50,7 @@ import torch
 from torch.nn import functional as F
 
 from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
-from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, scaled_and_clamped
+from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
 # second at a time. For heads 64 wide and with dropout no register spills (by the compiler's word).
@@ -622,12 +622,13 @@ def varlen_attention_forward(
             REACH=REACH,
         )
     acc *= (kept_scale / total)[:, None]
-    places = (begin + query_token[:, None]) * PART + head * WIDTH + width
+    output_at = output + (begin + query_token[:, None]) * PART + head * WIDTH + width
     rounded = acc.to(output.dtype.element_ty)
-    tl.store(output + places, rounded, mask=inside[:, None])
+    tl.store(output_at, rounded, mask=inside[:, None])
     if FACTOR != 0.0:
-        rounded8 = scaled_and_clamped(rounded, FACTOR, MAX).to(output8.dtype.element_ty)
-        tl.store(output8 + places, rounded8, mask=inside[:, None])
+        output8_at = output8 + (begin + query_token[:, None]) * PART + head * WIDTH + width
+        rounded8 = in_8_bits(rounded, FACTOR, MAX, output8.dtype.element_ty)
+        tl.store(output8_at, rounded8, mask=inside[:, None])
     logsumexp_at = logsumexp + head * tokens + begin + query_token
     tl.store(logsumexp_at, highest + tl.log2(total), mask=inside)
 
@@ -747,6 +748,7 @@ def varlen_attention_backward(
     block_at = segment_at + token[:, None] * (3 * PART) + width
     step_at = segment_at + tl.arange(0, STEP)[:, None] * (3 * PART) + width
     grad_at = grad + begin * PART + head * WIDTH + width
+    dtype = qkv_grad.dtype.element_ty
     first_query = head * tokens + begin
 
     scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
@@ -778,9 +780,18 @@ def varlen_attention_backward(
     )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
-    places = begin * (3 * PART) + head * WIDTH + token[:, None] * (3 * PART) + width
-    store_grad(dk, qkv_grad, qkv_grad8, places + PART, inside, FACTOR, MAX)
-    store_grad(dv, qkv_grad, qkv_grad8, places + 2 * PART, inside, FACTOR, MAX)
+    first = begin * (3 * PART) + head * WIDTH
+    place = token[:, None] * (3 * PART) + width
+    qkv_grad_at = qkv_grad + first + place
+    tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
+    tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
+    if FACTOR != 0.0:
+        qkv_grad8_at = qkv_grad8 + first + place
+        # Both are converted before either is stored: in another order registers spill.
+        dk8 = in_8_bits(dk.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        dv8 = in_8_bits(dv.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        tl.store(qkv_grad8_at + PART, dk8, mask=inside[:, None])
+        tl.store(qkv_grad8_at + 2 * PART, dv8, mask=inside[:, None])
     if SUMS:
         # Keys and values beyond the end have gradients here, which are not stored; queries, below,
         # have none.
@@ -816,22 +827,15 @@ def varlen_attention_backward(
         BUCKETS=BUCKETS,
     )
     dq *= scale
-    store_grad(dq, qkv_grad, qkv_grad8, places, inside, FACTOR, MAX)
+    tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
+    if FACTOR != 0.0:
+        dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
     if REACH:
         bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
         tl.store(bucket_partials + bucket, bucket_sums)
-
-
-@jit
-def store_grad(value, qkv_grad, qkv_grad8, at, inside, FACTOR: tl.constexpr, MAX: tl.constexpr):
-    """Store gradients [BLOCK, WIDTH] of tokens that are `inside`, at these places of `qkv_grad`."""
-    rounded = value.to(qkv_grad.dtype.element_ty)
-    tl.store(qkv_grad + at, rounded, mask=inside[:, None])
-    if FACTOR != 0.0:
-        rounded8 = scaled_and_clamped(rounded, FACTOR, MAX).to(qkv_grad8.dtype.element_ty)
-        tl.store(qkv_grad8 + at, rounded8, mask=inside[:, None])
 
 
 @jit
