@@ -24,11 +24,11 @@ WORDS = 50_304
 def call_all(capability: int) -> None:
     """Call every operator as a BERT in half precision does, and make its optimizers."""
     half = torch.bfloat16 if capability >= 80 else torch.float16
-    call_norms(half)
+    call_norms(half, has_fp8=capability >= 89)
     call_gelu(half, has_fp8=capability >= 89)
     if capability >= 80:
         call_loss(half, has_fp8=capability >= 89)
-        call_attention(half)
+        call_attention(half, has_fp8=capability >= 89)
     if capability >= 89:
         call_fp8(half)
     make_optimizers(half)
@@ -42,7 +42,7 @@ def seed() -> torch.Tensor:
     return empty(dtype=torch.int32)
 
 
-def call_norms(half: torch.dtype) -> None:
+def call_norms(half: torch.dtype, has_fp8: bool) -> None:
     hidden = empty(TOKENS, WIDTH, dtype=half)
     weight = empty(WIDTH, dtype=half)
     statistics = empty(2, TOKENS, dtype=torch.float32)
@@ -54,6 +54,9 @@ def call_norms(half: torch.dtype) -> None:
     fused_norm._norm_backward(hidden, hidden, hidden, *rest)
     fused_norm._norm(*inputs, keeps=True)
     fused_norm._norm_backward(hidden, hidden, None, *rest)
+    if has_fp8:
+        fused_norm._norm(*inputs, copies=True)
+        fused_norm._norm_backward(hidden, hidden, hidden, *rest, copies=True)
 
 
 def call_gelu(half: torch.dtype, has_fp8: bool) -> None:
@@ -81,7 +84,7 @@ def call_fp8(half: torch.dtype) -> None:
     fp8.in_e5m2(hidden, fp8.GRADIENT)
 
 
-def call_attention(half: torch.dtype) -> None:
+def call_attention(half: torch.dtype, has_fp8: bool) -> None:
     qkv = empty(TOKENS, 3, HEADS, 64, dtype=half)
     output = empty(TOKENS, HEADS, 64, dtype=half)
     logsumexp = empty(HEADS, TOKENS, dtype=torch.float32)
@@ -92,12 +95,28 @@ def call_attention(half: torch.dtype) -> None:
         "buckets": empty(257, dtype=torch.int32),
         "table": empty(HEADS, 257, dtype=torch.float32),
     }
-    cases = ((None, False, {}), (some_bias, False, {}), (some_bias, True, {}))
-    for bias, causal, others in (*cases, (some_bias, False, relative)):
+    placeholder = fp8.placeholder_of(empty(TOKENS, 3 * WIDTH, dtype=half)) if has_fp8 else None
+    cases = [
+        (None, False, {}, None),
+        (some_bias, False, {}, None),
+        (some_bias, True, {}, None),
+        (some_bias, False, relative, None),
+    ]
+    if has_fp8:
+        cases += [(some_bias, False, {}, placeholder), (some_bias, False, relative, placeholder)]
+    for bias, causal, others, given in cases:
         options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal, **others}
-        varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options)
+        varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options, placeholder=given)
         varlen_attention._attention_backward(
-            output, qkv, bias, output, logsumexp, cu_seqlens, seed(), **options
+            output,
+            qkv,
+            bias,
+            output,
+            logsumexp,
+            cu_seqlens,
+            seed(),
+            **options,
+            copies=given is not None,
         )
 
 

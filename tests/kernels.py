@@ -8,6 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
+from qa_lib.kernels import fp8
+
 DEVICE = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
 # The tests of PyTorch's opcheck that our operators must pass.
 CHECKS = (
@@ -46,6 +48,23 @@ def close_to_plain(fused, plain, inputs, grads, error: float) -> list[torch.Tens
     wide_grads = [grad.double() for grad in grads]
     assert_close(results, with_gradients(plain, wide_inputs, *wide_grads), error)
     return results
+
+
+def in_8_bits(tensor, like, cast=fp8._in_8_bits) -> torch.Tensor:
+    """A tensor in the type of `like`, e4m3 of activations or e5m2 of gradients, scaled as they are.
+
+    `cast` is plain PyTorch or the kernel.
+    """
+    if like.dtype == torch.float8_e4m3fn:
+        return cast(tensor, fp8.ACTIVATION, fp8.E4M3_MAX, like.dtype)
+    return cast(tensor, fp8.GRADIENT, fp8.E5M2_MAX, like.dtype)
+
+
+def assert_copy(copy8, tensor) -> None:
+    """A copy in 8 bits is what the kernel that casts makes of the tensor, and some saturates."""
+    expected = in_8_bits(tensor, copy8, cast=fp8._cast).float().view(copy8.shape)
+    assert expected.abs().max() == torch.finfo(copy8.dtype).max
+    assert torch.equal(copy8.float(), expected)
 
 
 def replayed(run, seed: torch.Tensor) -> Iterator:

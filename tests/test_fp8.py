@@ -5,13 +5,21 @@ import copy
 import pytest
 import torch
 
+from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.kernels import fp8
 from qa_lib.kernels.gelu import gelu
+from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import Float8Linear, FusedIntermediate, LinearWithoutBias
+from qa_lib.model.fused_blocks import (
+    Float8Linear,
+    FusedIntermediate,
+    FusedOutput,
+    LinearWithoutBias,
+    renew,
+)
 from tests.kernels import DEVICE, relative, with_gradients
-from tests.tiny import planned
+from tests.tiny import checkpoint, packed_model, planned
 
 
 @pytest.fixture
@@ -145,6 +153,168 @@ def test_a_feed_forward_block_does_not_keep_what_gelu_has_given(drawn, feed_forw
         second(intermediate(x))
     wide = [tuple(t.shape) for t in kept if t.dtype == torch.bfloat16 and 128 in t.shape]
     assert wide == [(64, 128), (128,)], "GELU's input, and the bias"
+
+
+# The linear layers before and after attention.
+
+
+def loss_and_gradients(variant: str, folder) -> dict[str, torch.Tensor]:
+    """The loss of a model of that variant in bf16 and its gradients by name; seeds are equal."""
+    model, packed, inputs = packed_model(planned(variant, model=folder))
+    model.bfloat16()
+    torch.manual_seed(5)
+    renew(model)
+    loss = packed(**inputs).loss
+    loss.backward()
+    return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(kind, tmp_path):
+    folder = checkpoint(kind, tmp_path)
+    found = loss_and_gradients("E-fp8-all", folder)
+    native = loss_and_gradients("E-uncompiled", folder)
+    assert list(found) == list(native)
+    assert None not in found.values()
+    in_layers = [name for name in native if "layer" in name.lower() and name.endswith("weight")]
+    errors = [relative(found[name], native[name]) for name in in_layers]
+    assert 0 < max(errors) < 0.2
+    torch.testing.assert_close(found["loss"], native["loss"], atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize(("variant", "in_8_bits"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
+def test_every_linear_layer_of_a_block_can_have_8_bits(variant, in_8_bits, monkeypatch):
+    products = []
+    real = torch._scaled_mm
+    monkeypatch.setattr(torch, "_scaled_mm", lambda *x, **y: products.append(1) or real(*x, **y))
+    model, packed, inputs = packed_model(planned(variant))
+    model.bfloat16()
+    loss = packed(**inputs).loss
+    assert len(products) == in_8_bits * len(layers_of(model))
+    loss.backward()
+    assert len(products) == 2 * in_8_bits * len(layers_of(model))
+
+
+def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
+    model = build_model(planned("E-fp8-all")).bfloat16().train()
+    ids = torch.randint(5, 30, (2, 16))
+    model(ids, torch.ones_like(ids)).start_logits.float().square().sum().backward()
+    for layer in layers_of(model):
+        query, _, value = layer.attention.self.qkv.bias.grad.chunk(3)
+        assert query.abs().max() > 0
+        assert value.abs().max() > 0
+
+
+# Operands that are written where they are made.
+
+
+class Handed(torch.autograd.Function):
+    """Its input as it is; the gradient goes to a placeholder in e5m2 as well."""
+
+    @staticmethod
+    def forward(ctx, x, placeholder):
+        ctx.shape = placeholder.shape
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, fp8._in_8_bits(
+            grad.reshape(ctx.shape), fp8.GRADIENT, fp8.E5M2_MAX, torch.float8_e5m2
+        )
+
+
+def copy_of(x):
+    return fp8._in_8_bits(
+        x.detach().contiguous(), fp8.ACTIVATION, fp8.E4M3_MAX, torch.float8_e4m3fn
+    )
+
+
+@pytest.fixture
+def copies_as_on_a_gpu(monkeypatch):
+    """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
+    plain_norm = fused_blocks.fused_norm
+    plain_attention = attention.varlen_attention_and_copy
+
+    def norm(x, *rest, placeholder, copies, **words):
+        x = x if placeholder is None else Handed.apply(x, placeholder)
+        output, second, _ = plain_norm(x, *rest, **words)
+        return output, second, copy_of(output) if copies else None
+
+    def attend(qkv, *rest, placeholder, **words):
+        qkv = Handed.apply(qkv, placeholder)
+        output, _ = plain_attention(qkv, *rest, placeholder=placeholder, **words)
+        return output, copy_of(output)
+
+    monkeypatch.setattr(fused_blocks, "fused_norm", norm)
+    monkeypatch.setattr(attention, "varlen_attention_and_copy", attend)
+
+
+@pytest.fixture
+def casts(monkeypatch) -> list[tuple[str, int]]:
+    """The format and the width of all that is cast from now on."""
+    noted = []
+    for name in ("in_e4m3", "in_e5m2"):
+        cast = getattr(fp8, name)
+
+        def noting(x, factor, name=name, cast=cast):
+            if factor != fp8.WEIGHT:
+                noted.append((name, x.shape[-1]))
+            return cast(x, factor)
+
+        monkeypatch.setattr(fp8, name, noting)
+    return noted
+
+
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
+def test_operands_that_are_handed_on_are_those_that_a_cast_would_make(
+    kind, variant, tmp_path, request
+):
+    folder = checkpoint(kind, tmp_path)
+    by_casts = loss_and_gradients(variant, folder)
+    request.getfixturevalue("copies_as_on_a_gpu")
+    torch.testing.assert_close(loss_and_gradients(variant, folder), by_casts, rtol=0, atol=0)
+
+
+WIDTH = TINY_CONFIG["hidden_size"]
+LAYERS = TINY_CONFIG["num_hidden_layers"]
+
+
+@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
+def test_of_all_operands_but_gelus_only_the_first_layers_input_is_cast(
+    variant, copies_as_on_a_gpu, casts
+):
+    """GELU casts on a CPU, and its kernel writes 8 bits by itself."""
+    loss_and_gradients(variant, None)
+    of_blocks = [(name, width) for name, width in casts if width in (WIDTH, 3 * WIDTH)]
+    assert of_blocks == ([("in_e4m3", WIDTH)] if variant == "E-fp8-all" else [])
+
+
+def test_without_copies_every_operand_is_cast(casts):
+    loss_and_gradients("E-fp8-all", None)
+    assert casts.count(("in_e4m3", WIDTH)) == 3 * LAYERS
+    assert casts.count(("in_e5m2", WIDTH)) == 2 * LAYERS
+    assert casts.count(("in_e5m2", 3 * WIDTH)) == LAYERS
+
+
+def test_a_layer_takes_the_copy_of_its_input_once(drawn):
+    x, _, _, in_fp8 = drawn
+    expected = in_fp8(2 * x)
+    fused_blocks.leave_copy(x, copy_of(2 * x))
+    assert torch.equal(in_fp8(x), expected)
+    assert not torch.equal(in_fp8(x), expected)
+
+
+def test_norms_copy_for_linear_layers_in_8_bits_alone():
+    def copying(variant):
+        modules = build_model(planned(variant)).modules()
+        return [module.copies for module in modules if isinstance(module, FusedOutput)]
+
+    assert copying("E-uncompiled") == [False, False] * LAYERS
+    assert copying("E-fp8-uncompiled") == [True, False] * LAYERS
+    *others, last = copying("E-fp8-all")
+    assert others == [True] * (2 * LAYERS - 1)
+    assert not last
 
 
 # The kernels. In Triton's interpreter some numbers are rounded to another neighbour.

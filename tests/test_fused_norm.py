@@ -13,7 +13,7 @@ from torch import library
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
-from qa_lib.kernels import common, fused_norm, gelu
+from qa_lib.kernels import common, fp8, fused_norm, gelu
 from qa_lib.model import fused_blocks
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import (
@@ -26,7 +26,16 @@ from qa_lib.model.fused_blocks import (
 )
 from qa_lib.spec.machine import Machine
 from qa_lib.train.compile import compile_kernels
-from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
+from tests.kernels import (
+    CHECKS,
+    DEVICE,
+    assert_close,
+    assert_copy,
+    close_to_plain,
+    in_8_bits,
+    replayed,
+    with_gradients,
+)
 from tests.tiny import checkpoint, having, packed_model, planned
 
 EPS = 1e-5
@@ -52,7 +61,7 @@ def by_kernel(seed, dropout):
     """The function of the inputs that runs the kernel."""
 
     def norm(*inputs):
-        output, _, _ = fused_norm._norm(*inputs, seed, dropout, EPS)
+        output, *_ = fused_norm._norm(*inputs, seed, dropout, EPS)
         return output
 
     return norm
@@ -242,7 +251,7 @@ def test_every_encoder_can_have_them(kind, norms, gelu_, outputs, intermediates,
 
 
 def norm_by_kernel(*inputs):
-    output, _, _ = fused_norm._norm(*inputs)
+    output, *_ = fused_norm._norm(*inputs)
     return None, output
 
 
@@ -335,6 +344,40 @@ def test_dynamo_traces_the_whole_model_after_a_pass_among_fake_tensors():
     assert all(tensor is not None and tensor.isfinite().all() for tensor in results.values())
 
 
+def with_copies(inputs, grad, seed, dropout):
+    """A norm's output with its e4m3 copy, and the gradient of `x` with its e5m2 copy."""
+    x, *others = (tensor.detach().requires_grad_() for tensor in inputs)
+    placeholder = fp8.placeholder_of(x).requires_grad_()
+    output, _, copy8 = fused_norm._BothWays.apply(x, *others, seed, dropout, EPS, placeholder, True)
+    gradients = torch.autograd.grad(output, (x, placeholder), grad)
+    return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rows_at_once", [1, 4])
+def test_both_kernels_copy_what_they_store_into_8_bits_and_saturate(
+    rows_at_once, dtype, monkeypatch
+):
+    for options in (fused_norm.FORWARD, fused_norm.BACKWARD):
+        monkeypatch.setitem(options, "ROWS", rows_at_once)
+    (x, bias, residual, gamma, beta), grad, seed = drawn(7, 33, dtype)
+    gamma[0] = 100
+    beta[1] = torch.inf
+    beta[2] = -torch.inf
+    for stored, copy8 in with_copies((x, bias, residual, gamma, beta), grad, seed, 0.1):
+        assert_copy(copy8, stored)
+
+
+@pytest.mark.triton
+def test_copies_change_nothing_of_what_they_are_copies_of():
+    inputs, grad, seed = drawn(5, 33, torch.bfloat16)
+    (output, _), (x_grad, _) = with_copies(inputs, grad, seed, 0.1)
+    expected, wanted_x_grad, *_ = with_gradients(by_kernel(seed, 0.1), inputs, grad)
+    assert torch.equal(output, expected)
+    assert torch.equal(x_grad, wanted_x_grad)
+
+
 @pytest.mark.triton
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize(("rows", "width"), [(1, 768), (7, 96), (4, 3), (5, 1024)])
@@ -342,7 +385,7 @@ def test_the_kernel_gives_the_residual_stream_and_its_norm(rows, width, dropout)
     inputs, grad, seed = drawn(rows, width)
 
     def by_kernel_with_sum(*inputs):
-        output, _, total = fused_norm._norm(*inputs, seed, dropout, EPS, keeps=True)
+        output, _, total, _ = fused_norm._norm(*inputs, seed, dropout, EPS, keeps=True)
         return total, output
 
     def by_plain_with_sum(*inputs):
@@ -446,6 +489,8 @@ def norm_forward(grid, gemm_out, residual, statistics, WIDTH, **a) -> None:
     statistics[1] = (x.var(1, correction=0) + a["eps"]).rsqrt()
     normed = (x - statistics[0, :, None]) * statistics[1, :, None]
     a["output"].copy_((normed * a["gamma"] + a["beta"]).view_as(residual))
+    if a["FACTOR"]:
+        a["output8"].copy_(in_8_bits(a["output"], a["output8"]))
 
 
 def norm_backward(grid, grad, other, gemm_out, residual, statistics, partials, WIDTH, **a) -> None:
@@ -467,6 +512,8 @@ def norm_backward(grid, grad, other, gemm_out, residual, statistics, partials, W
         x_grad = x_grad + other
     a["residual_grad"].copy_(x_grad)
     a["gemm_grad"].copy_(x_grad * kept)
+    if a["FACTOR"]:
+        a["gemm_grad8"].copy_(in_8_bits(a["gemm_grad"], a["gemm_grad8"]).view(x.shape))
     of_rows = torch.stack([a["gemm_grad"].view(x.shape), grad * x, grad], 1)
     for program in range(len(partials)):
         partials[program] = of_rows[program :: len(partials)].sum(0)
@@ -520,7 +567,7 @@ def test_what_surrounds_the_kernels_gives_the_residual_stream_and_its_norm(
     inputs, grad, seed = drawn(7, 5)
 
     def by_kernel_with_sum(*inputs):
-        output, _, total = fused_norm._norm(*inputs, seed, rate, EPS, keeps=True)
+        output, _, total, _ = fused_norm._norm(*inputs, seed, rate, EPS, keeps=True)
         return (total, output)[used]
 
     def by_plain_with_sum(*inputs):
@@ -546,6 +593,24 @@ def test_what_surrounds_the_kernels_of_a_norm_that_goes_two_ways_adds_up_both_gr
     results = with_gradients(both_ways, inputs, *grads)
     expected = with_gradients(lambda *x: (plain(*x), plain(*x))[used], inputs, *grads)
     torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_surrounds_the_kernels_of_a_norm_hands_on_copies_in_8_bits(kernels_in_pytorch):
+    for stored, copy8 in with_copies(*drawn(7, 5), dropout=0.25):
+        expected = in_8_bits(stored, copy8)
+        assert copy8.shape == expected.shape
+        assert torch.equal(copy8.float(), expected.float())
+
+
+def test_a_norm_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
+    inputs, grad, seed = drawn(7, 5)
+    x, *others = (tensor.requires_grad_() for tensor in inputs)
+    _, _, copy8 = fused_norm._BothWays.apply(x, *others, seed, 0.25, EPS)
+    assert copy8.numel() == 0
+    _, _, _, x_grad8 = fused_norm._norm_backward(
+        grad, None, x, *others[:3], seed, torch.ones(2, 7), 0.25, x.dtype
+    )
+    assert x_grad8.numel() == 0
 
 
 def test_what_surrounds_the_kernel_of_dropout_drops_the_gradient_by_the_same_bits(
@@ -620,7 +685,7 @@ def test_a_fused_norm_takes_as_its_residual_what_its_input_carries(output_layer,
 
     def noting(x, bias, residual, **_):
         seen.append(residual)
-        return residual + 1, residual + 2
+        return residual + 1, residual + 2, None
 
     monkeypatch.setattr(fused_blocks, "fused_norm", noting)
     first = torch.zeros(1, 8, requires_grad=True)

@@ -174,6 +174,7 @@ MASTERS = "adamw-master adamw-master-bf16 adamw-master-8bit"
 NO_MASTERS = "adamw adamw-fused adamw-8bit"
 OF_THE_LOOP = "ddp-bf16 ddp-one-bucket ddp-overlap zero1 zero1-overlap fsdp2 pipeline tensor"
 SHARED = f"ddp {OF_THE_LOOP} deepspeed"  # whatever takes several processes
+NO_VARLEN = "eager sdpa flash efficient block-diagonal triton-causal"
 NO_PIPELINE = SHARED.replace("pipeline ", "none ")
 SOME_TRAIN = "lora-qv bitfit freeze-bottom-10"
 # Two settings, and the values of the one that do not go with these values of the other.
@@ -196,6 +197,7 @@ CLASHES = [
     ("engine", "plain searched", "norms", "fused"),
     ("engine", "plain searched", "loss", "chunked chunked-fp8"),
     ("engine", "plain searched", "feed_forward", "fp8"),
+    ("engine", "plain searched", "attention_projections", "fp8"),
     ("engine", "plain searched", "gelu", "sigmoid"),
     ("engine", "plain searched", "qat", "int8 int4"),
     ("engine", "plain searched", "compile", "regional aot_eager cudagraphs nvfuser"),
@@ -211,6 +213,7 @@ CLASHES = [
     ("precision", "fp32", "attention", "flash"),
     ("precision", "fp16 fp32 pure-bf16", "loss", "chunked-fp8"),
     ("precision", "fp16 fp32 pure-bf16", "feed_forward", "fp8"),
+    ("precision", "fp16 fp32 pure-bf16", "attention_projections", "fp8"),
     ("precision", "fp16 bf16 pure-bf16", "qat", "int8 int4"),
     ("precision", "fp16 fp32 pure-bf16", "optimizer", "adamw-master-bf16"),
     ("precision", "fp32", "optimizer", "adamw-master adamw-master-8bit"),
@@ -231,6 +234,11 @@ CLASHES = [
     ("feed_forward", "fp8", "base_quantization", "nf4"),
     ("feed_forward", "fp8", "optimizer", NO_MASTERS),
     ("feed_forward", "fp8", "parallel", "tensor"),
+    ("attention_projections", "fp8", "qkv", "separate"),
+    ("attention_projections", "fp8", "attention", NO_VARLEN),
+    ("attention_projections", "fp8", "base_quantization", "nf4"),
+    ("attention_projections", "fp8", "optimizer", NO_MASTERS),
+    ("attention_projections", "fp8", "parallel", "tensor"),
     ("gelu", "sigmoid", "qat", "int8 int4"),
     ("gelu", "sigmoid", "base_quantization", "nf4"),
     ("gelu", "sigmoid", "parallel", "tensor"),
@@ -425,6 +433,7 @@ def test_without_a_gpu_it_is_what_runs_on_one_alone_that_cannot_run():
         "attention": "flash efficient",
         "loss": "chunked-fp8",
         "feed_forward": "fp8",
+        "attention_projections": "fp8",
         "compile": "cudagraphs reduce-overhead",
         "fault": "nvidia-smi-polling",
     }
@@ -440,7 +449,7 @@ NEWER = {
         "optimizer": "adamw-master adamw-master-bf16 adamw-master-8bit",
     },
     80: {"precision": "bf16 pure-bf16", "attention": "flash triton-varlen triton-causal"},
-    89: {"loss": "chunked-fp8", "feed_forward": "fp8"},
+    89: {"loss": "chunked-fp8", "feed_forward": "fp8", "attention_projections": "fp8"},
 }
 
 

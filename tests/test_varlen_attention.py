@@ -8,13 +8,23 @@ import pytest
 import torch
 from torch import library
 
+from qa_lib.kernels import fp8
 from qa_lib.kernels import varlen_attention as varlen
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import HashDropout, renew
 from qa_lib.spec.machine import Machine
-from tests.kernels import CHECKS, DEVICE, assert_close, close_to_plain, replayed, with_gradients
+from tests.kernels import (
+    CHECKS,
+    DEVICE,
+    assert_close,
+    assert_copy,
+    close_to_plain,
+    in_8_bits,
+    replayed,
+    with_gradients,
+)
 from tests.material import refused
 from tests.tiny import checkpoint, having, packed_model, planned
 
@@ -72,7 +82,7 @@ def by_kernel(cu_seqlens, seed, dropout, longest=None, causal=False):
     longest = longest or int(cu_seqlens.diff().max())
 
     def attention(qkv, bias):
-        output, _ = varlen._attention(
+        output, *_ = varlen._attention(
             qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal=causal
         )
         return output
@@ -188,6 +198,37 @@ def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
     bias = torch.zeros(96, device=DEVICE, requires_grad=True) if has_bias else None
     arguments = (qkv.requires_grad_(), bias, cu_seqlens, seed, 64, 0.1, SCALE)
     library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+
+
+def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None)):
+    """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy."""
+    qkv = qkv.requires_grad_()
+    placeholder = fp8.placeholder_of(qkv.detach().flatten(1)).requires_grad_()
+    output, _, copy8 = varlen._attention(
+        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder
+    )
+    gradients = torch.autograd.grad(output, (qkv, placeholder), grad)
+    return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("has_relative", [False, True])
+def test_both_kernels_copy_what_they_store_into_8_bits_and_saturate(has_relative):
+    qkv, *rest = drawn([37, 65, 0, 2])
+    qkv[:, 2, 0] *= 1000
+    relative = relative_of() if has_relative else (None, None, None)
+    for stored, copy8 in with_copies(qkv, *rest, longest=65, relative=relative):
+        assert_copy(copy8, stored)
+
+
+@pytest.mark.triton
+def test_copies_change_nothing_of_what_they_are_copies_of():
+    qkv, grad, cu_seqlens, seed = drawn([37, 2])
+    (output, _), (qkv_grad, _) = with_copies(qkv, grad, cu_seqlens, seed, longest=37)
+    kernel = by_kernel(cu_seqlens, seed, 0.1)
+    expected, wanted_grad, _ = with_gradients(kernel, with_bias(qkv), grad)
+    assert torch.equal(output, expected)
+    assert torch.equal(qkv_grad, wanted_grad)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -379,6 +420,8 @@ class InPyTorch:
         if a["DROPS"]:
             p = p * self.kept * kept_scale
         output.copy_((p @ self.parts[2]).transpose(0, 1))
+        if a["FACTOR"]:
+            a["output8"].copy_(in_8_bits(output, a["output8"]))
 
     @staticmethod
     def delta(grid, grad, output, delta, tokens, HEADS, TOKENS, **_) -> None:
@@ -399,6 +442,8 @@ class InPyTorch:
         slope = p * (output_grad @ value.mT * kept - delta[:, :, None]) * scale
         grads = (slope @ key, slope.mT @ query, (p * kept).mT @ output_grad)
         qkv_grad.copy_(torch.stack(grads).permute(2, 0, 1, 3))
+        if a["FACTOR"]:
+            a["qkv_grad8"].copy_(in_8_bits(qkv_grad, a["qkv_grad8"]).flatten(1))
         if a["SUMS"]:
             assert len(partials) == blocks * segments
             partials[1:] = 0.0
@@ -432,13 +477,29 @@ def test_what_surrounds_the_kernels_gives_attention_and_its_gradients(
     close_to_plain(kernel, plain, with_bias(qkv.cpu()), [grad.cpu()], 1e-5)
 
 
+def test_what_surrounds_the_kernels_hands_on_copies_in_8_bits(kernels_in_pytorch):
+    qkv, *rest = (tensor.cpu() for tensor in drawn([5, 0, 9], heads=3))
+    for stored, copy8 in with_copies(qkv, *rest, longest=LONGEST):
+        expected = in_8_bits(stored, copy8).view(copy8.shape)
+        assert torch.equal(copy8.float(), expected.float())
+
+
+def test_attention_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
+    qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
+    rest = (cu_seqlens, seed, LONGEST, 0.25, SCALE)
+    output, logsumexp, copy8 = varlen._attention(qkv, None, *rest)
+    *_, qkv_grad8 = varlen._attention_backward(grad, qkv, None, output, logsumexp, *rest)
+    assert copy8.numel() == 0
+    assert qkv_grad8.numel() == 0
+
+
 def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorch):
     qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
     rest = (cu_seqlens, seed, LONGEST, 0.25, SCALE)
 
     def gradient_with(bias):
         leaf = qkv.clone().requires_grad_()
-        output, _ = varlen._attention(leaf, bias, *rest)
+        output, *_ = varlen._attention(leaf, bias, *rest)
         output.backward(grad)
         return leaf.grad
 
@@ -484,7 +545,7 @@ def assert_relative_close(qkv, grad, cu_seqlens, seed, relative, error, dropout=
     longest = int(cu_seqlens.diff().max())
 
     def kernel(qkv, bias, weight):
-        output, _ = varlen._attention(
+        output, *_ = varlen._attention(
             qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, False, weight, *relative[1:]
         )
         return output

@@ -12,6 +12,14 @@ A GEMM in 8-bit floats wants its second operand transposed in memory. The forwar
 the weight and the backward pass by its transpose, so that each wants a copy of its own. One kernel
 makes both in tiles, from one read of the weight; the transposing copies of PyTorch and its compiler
 take six times as long.
+
+What makes an operand writes it in 8 bits as well, where it is a kernel of ours that can: GELU
+(gelu.py), the norms (fused_norm.py) and attention (varlen_attention.py). They write the same
+numbers, from registers. Forward, such an *e4m3 copy* is an argument of the linear layer after it.
+Backward it is the function after a linear layer that makes the gradient, and autograd hands on one
+gradient for each result of the layer. So the layer has a second result, a *placeholder*: an e5m2
+tensor without contents, whose gradient is that of the first result in e5m2. The function after the
+layer takes both. Where it returns no gradient of the placeholder, the layer casts the other one.
 """
 
 from functools import lru_cache
@@ -35,35 +43,67 @@ TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3_kernel
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
-def fp8_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def fp8_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x8: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return x W^T + b in bf16 [..., out], for bf16 x [..., in], W [out, in] and b [out] or None.
 
-    W may be transposed in memory.
+    W may be transposed in memory. A bias that needs no gradient gets none. `x8` is x times
+    ACTIVATION in e4m3, of the same shape, where something has written that already.
     """
-    return _Fp8Linear.apply(x, weight, bias)
+    return _Fp8Linear.apply(x, weight, bias, x8, False)
+
+
+def fp8_linear_and_placeholder(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    x8: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what fp8_linear does, and a placeholder [rows, out] for its gradient in e5m2."""
+    return _Fp8Linear.apply(x, weight, bias, x8, True)
+
+
+def placeholder_of(rows: torch.Tensor) -> torch.Tensor:
+    """Return a placeholder for the gradient of bf16 `rows` [rows, out], times GRADIENT, in e5m2.
+
+    It has memory for one element.
+    """
+    return rows.new_empty_strided(rows.shape, (0, 0), dtype=torch.float8_e5m2)
 
 
 class _Fp8Linear(torch.autograd.Function):
     """The linear layer's GEMMs: the output and the gradient of x in 8 bits, that of W in bf16."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias):
+    def forward(ctx, x, weight, bias, x8, has_placeholder):
         rows = x.reshape(-1, x.shape[-1])
+        rows8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8.view(rows.shape)
         weight8, transposed8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows, transposed8)
-        ctx.has_bias = bias is not None
+        ctx.trains_bias = bias is not None and bias.requires_grad
         ctx.is_transposed = not weight.is_contiguous()
-        y = scaled_mm(in_e4m3(rows, ACTIVATION), weight8.t(), ACTIVATION * WEIGHT, bias)
-        return y.view(*x.shape[:-1], -1)
+        y_rows = scaled_mm(rows8, weight8.t(), ACTIVATION * WEIGHT, bias)
+        y = y_rows.view(*x.shape[:-1], -1)
+        if not has_placeholder:
+            return y
+        # Otherwise a placeholder that got no gradient would get one of zeros.
+        ctx.set_materialize_grads(False)
+        return y, placeholder_of(y_rows)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, grad8=None):
         rows, transposed8 = ctx.saved_tensors
         grad_rows = grad.reshape(-1, grad.shape[-1])
-        x_grad = scaled_mm(in_e5m2(grad_rows, GRADIENT), transposed8.t(), GRADIENT * WEIGHT)
-        bias_grad = grad_rows.sum(0) if ctx.has_bias else None
+        if grad8 is None:
+            grad8 = in_e5m2(grad_rows, GRADIENT)
+        x_grad = scaled_mm(grad8, transposed8.t(), GRADIENT * WEIGHT)
+        bias_grad = grad_rows.sum(0) if ctx.trains_bias else None
         w_grad = weight_grad(grad_rows, rows, ctx.is_transposed)
-        return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad
+        return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad, None, None
 
 
 def weight_grad(grad: torch.Tensor, rows: torch.Tensor, is_transposed: bool) -> torch.Tensor:
@@ -116,10 +156,14 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
     """Cast ELEMENTS of a contiguous tensor `x` of `size` elements into `x8`, as _in_8_bits does."""
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < size
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * FACTOR
-    x8_at = x8 + at
-    value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL)
-    tl.store(x8_at, value.to(x8.dtype.element_ty), mask=inside)
+    value = tl.load(x + at, mask=inside, other=0.0)
+    tl.store(x8 + at, in_8_bits(value, FACTOR, MAX, x8.dtype.element_ty), mask=inside)
+
+
+@jit
+def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexpr):
+    """Return values times FACTOR, clamped to ±MAX, in an 8-bit type."""
+    return tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL).to(dtype)
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +217,8 @@ def weight_in_e4m3_kernel(
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < rows) & (column < columns)
-    value = tl.load(weight + row * columns + column, mask=inside, other=0.0).to(tl.float32) * FACTOR
-    value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(weight8.dtype.element_ty)
+    value = tl.load(weight + row * columns + column, mask=inside, other=0.0)
+    value = in_8_bits(value, FACTOR, MAX, weight8.dtype.element_ty)
     tl.store(weight8 + row * columns + column, value, mask=inside)
     tl.store(transposed8 + column * rows + row, value, mask=inside)
 

@@ -27,6 +27,10 @@ next linear layer. `fused_add_norm` gives both. Its backward pass gets a gradien
 that of s to what comes through the norm. It is the same arithmetic in another order, so that the
 same two kernels do both. Kept is s, which is there anyway, and not x.
 
+Where linear layers are in 8-bit floats, the forward kernel writes the e4m3 copy of its output that
+the next one reads, and the backward kernel the e5m2 copy of the gradient that goes into the one
+before (kernels/fp8.py).
+
 On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are
 for GPUs of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has
 run them.
@@ -45,6 +49,7 @@ from qa_lib.kernels.common import (
     threshold_of,
     tl,
 )
+from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 PROGRAMS = 528  # of the backward kernel: four for each multiprocessor of an H200
 # ROWS are those that a program has at a time; STAGES, how many iterations ahead of its arithmetic
@@ -62,11 +67,16 @@ def fused_norm(
     seed: torch.Tensor,
     dropout: float,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return norm(residual + dropout(x + bias)) twice, of the residual's shape and type.
+    placeholder: torch.Tensor | None = None,
+    copies: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return norm(residual + dropout(x + bias)) twice, of the residual's shape and type, and None.
 
     `x` and `residual` are [..., width], `bias`, `gamma` and `beta` [width]. `seed`, an int32 on the
-    device, decides what is dropped out.
+    device, decides what is dropped out. `placeholder` came with x from a linear layer in 8 bits,
+    and gets the gradient of x in e5m2. The norm `copies` its output if the next linear layer is in
+    8 bits: the third result is then an e4m3 copy, times ACTIVATION. On a CPU, and compiled, nothing
+    is written in 8 bits.
 
     The first result is for the next linear layer, the second for the norm after it, as its
     residual. Without a compiler they are two tensors on one memory, so that the backward pass gets
@@ -76,29 +86,50 @@ def fused_norm(
     inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
     if not residual.is_cuda:
         _, output = reference(*inputs)
-        return output, output
+        return output, output, None
     if torch.compiler.is_compiling():
-        output, _, _ = _norm(*inputs)
-        return output, output
-    return _BothWays.apply(*inputs)
+        output, *_ = _norm(*inputs)
+        return output, output, None
+    output, second, output8 = _BothWays.apply(*inputs, placeholder, copies)
+    return output, second, output8.view(torch.float8_e4m3fn) if copies else None
 
 
 class _BothWays(torch.autograd.Function):
-    """`_norm` with its output as two tensors on one memory, and a gradient for each."""
+    """`_norm` with its output as two tensors on one memory, and a gradient for each.
+
+    The third result has the bytes of the e4m3 copy, and is empty unless the norm `copies`.
+    """
 
     @staticmethod
-    def forward(ctx, *inputs):
-        output, statistics, total = _norm(*inputs)
-        _setup_context(ctx, (*inputs, False), (output, statistics, total))
+    def forward(
+        ctx,
+        x,
+        bias,
+        residual,
+        gamma,
+        beta,
+        seed,
+        dropout,
+        eps,
+        placeholder=None,
+        copies=False,
+    ):
+        inputs = (x, bias, residual, gamma, beta, seed, dropout, eps, False, copies)
+        output, statistics, total, output8 = _norm(*inputs)
+        _setup_context(ctx, inputs, (output, statistics, total, output8))
+        ctx.has_placeholder = placeholder is not None
         # No view of the output, through which autograd would look.
         second = output.new_empty(0).set_(output)
-        return output, second
+        return output, second, output8
 
     @staticmethod
-    def backward(ctx, grad, second_grad):
+    def backward(ctx, grad, second_grad, _):
         if grad is None:
             grad, second_grad = second_grad, None
-        return *_gradients(ctx, grad, second_grad), None, None, None
+        gradients, x_grad8 = _gradients(ctx, grad, second_grad, ctx.has_placeholder)
+        if not ctx.has_placeholder:
+            x_grad8 = None
+        return *gradients, None, None, None, x_grad8, None
 
 
 def fused_add_norm(
@@ -119,7 +150,7 @@ def fused_add_norm(
         return reference(
             x, bias, residual, gamma=gamma, beta=beta, seed=seed, dropout=dropout, eps=eps
         )
-    output, _, total = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
+    output, _, total, _ = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
     return total, output
 
 
@@ -143,17 +174,20 @@ def _norm(
     dropout: float,
     eps: float,
     keeps: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the output, the rows' statistics and what was normed.
+    copies: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output, the rows' statistics, what was normed, and the bytes of an e4m3 copy.
 
     The output has the residual's shape and type. Statistics, fp32 [2, rows], are each row's mean
-    and inverse deviation. The third tensor is empty unless the caller `keeps` it.
+    and inverse deviation. The third tensor is empty unless the caller `keeps` it, and the fourth
+    unless it `copies` the output: bytes, of which autograd knows that they have no gradient.
     """
     *_, width = x.shape
     rows = x.numel() // width
     output = residual.new_empty(residual.shape)
     statistics = x.new_empty(2, rows, dtype=torch.float32)
     total = residual.new_empty(residual.shape if keeps else 0)
+    output8 = residual.new_empty(residual.shape if copies else 0, dtype=torch.uint8)
     grid = (-(-rows // FORWARD["ROWS"]),)
     launch(
         norm_forward_kernel,
@@ -166,6 +200,7 @@ def _norm(
         seed=seed,
         total=total if keeps else None,
         output=output,
+        output8=output8.view(torch.float8_e4m3fn) if copies else None,
         statistics=statistics,
         rows=rows,
         eps=eps,
@@ -175,9 +210,11 @@ def _norm(
         BLOCK=_power_of_2(width),
         DROPS=dropout > 0,
         KEEPS=keeps,
+        FACTOR=ACTIVATION if copies else 0.0,
+        MAX=E4M3_MAX,
         **FORWARD,
     )
-    return output, statistics, total
+    return output, statistics, total, output8
 
 
 @custom_op("qa_lib::norm_backward")
@@ -192,16 +229,19 @@ def _norm_backward(
     statistics: torch.Tensor,
     dropout: float,
     dtype: torch.dtype,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    copies: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, in type `dtype`, of the residual, and of the weights.
 
-    The last is [3, width], for bias, gamma and beta, in the bias's type. The output's gradient is
+    The third is [3, width], for bias, gamma and beta, in the bias's type. The output's gradient is
     `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was normed, and
-    `other` the gradient of that sum.
+    `other` the gradient of that sum. The fourth is the e5m2 copy [rows, width] of the gradient of
+    x, empty unless the caller `copies` that.
     """
     *_, width = residual.shape
     rows = residual.numel() // width
     x_grad = residual.new_empty(residual.shape, dtype=dtype)
+    x_grad8 = residual.new_empty((rows, width) if copies else 0, dtype=torch.float8_e5m2)
     residual_grad = residual.new_empty(residual.shape)
     partials = residual.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
     launch(
@@ -216,6 +256,7 @@ def _norm_backward(
         seed=seed,
         statistics=statistics,
         gemm_grad=x_grad,
+        gemm_grad8=x_grad8 if copies else None,
         residual_grad=residual_grad,
         partials=partials,
         rows=rows,
@@ -226,14 +267,16 @@ def _norm_backward(
         ADDS=other is not None,
         DROPS=dropout > 0,
         SUMMED=x is None,
+        FACTOR=GRADIENT if copies else 0.0,
+        MAX=E5M2_MAX,
         **BACKWARD,
     )
-    return x_grad, residual_grad, sum_partials(partials, bias.dtype)
+    return x_grad, residual_grad, sum_partials(partials, bias.dtype), x_grad8
 
 
 def _setup_context(ctx, inputs, output):
-    x, bias, residual, gamma, _, seed, ctx.dropout, _, ctx.keeps = inputs
-    _, statistics, total = output
+    x, bias, residual, gamma, _, seed, ctx.dropout, _, ctx.keeps, _ = inputs
+    _, statistics, total, _ = output
     ctx.dtype = x.dtype
     if ctx.keeps:  # then the backward pass does without x
         x, residual = None, total
@@ -242,18 +285,19 @@ def _setup_context(ctx, inputs, output):
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _, total_grad):
+def _backward(ctx, grad, _, total_grad, __):
     other = total_grad if ctx.keeps else None
-    return *_gradients(ctx, grad, other), None, None, None, None
+    gradients, _ = _gradients(ctx, grad, other, copies=False)
+    return *gradients, None, None, None, None, None
 
 
-def _gradients(ctx, grad, other):
-    """Return the gradients of x, bias, residual, gamma and beta."""
-    x_grad, residual_grad, weight_grads = _norm_backward(
-        grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype
+def _gradients(ctx, grad, other, copies):
+    """Return the gradients of x, bias, residual, gamma and beta, and the e5m2 copy of the first."""
+    x_grad, residual_grad, weight_grads, x_grad8 = _norm_backward(
+        grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype, copies
     )
     bias_grad, gamma_grad, beta_grad = weight_grads
-    return x_grad, bias_grad, residual_grad, gamma_grad, beta_grad
+    return (x_grad, bias_grad, residual_grad, gamma_grad, beta_grad), x_grad8
 
 
 _norm.register_autograd(_backward, setup_context=_setup_context)
@@ -266,7 +310,8 @@ def _power_of_2(size: int) -> int:
 
 # The kernels. All tensors are contiguous: a GEMM's output, its residual and their gradients are
 # [rows, WIDTH], bias, gamma and beta [WIDTH], statistics [2, rows]. An element's number, for
-# dropout, is its place in memory.
+# dropout, is its place in memory. A name that ends in 8 is that of a copy in 8 bits, of what is
+# stored under the name without it, times FACTOR and within ±MAX; with a FACTOR of 0 there is none.
 
 
 @jit(do_not_specialize=["threshold"])
@@ -279,6 +324,7 @@ def norm_forward_kernel(
     seed,
     total,
     output,
+    output8,
     statistics,
     rows,
     eps,
@@ -289,6 +335,8 @@ def norm_forward_kernel(
     ROWS: tl.constexpr,
     DROPS: tl.constexpr,
     KEEPS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     """Compute the output and the statistics of ROWS rows.
 
@@ -316,7 +364,11 @@ def norm_forward_kernel(
     x *= inverse[:, None]
     scale = tl.load(gamma + column, mask=in_width, other=0.0).to(tl.float32)
     shift = tl.load(beta + column, mask=in_width, other=0.0).to(tl.float32)
-    tl.store(output + at, (x * scale + shift).to(output.dtype.element_ty), mask=inside)
+    normed = (x * scale + shift).to(output.dtype.element_ty)
+    tl.store(output + at, normed, mask=inside)
+    if FACTOR != 0.0:
+        normed8 = in_8_bits(normed, FACTOR, MAX, output8.dtype.element_ty)
+        tl.store(output8 + at, normed8, mask=inside)
     tl.store(statistics + row, mean, mask=in_rows)
     tl.store(statistics + rows + row, inverse, mask=in_rows)
 
@@ -332,6 +384,7 @@ def norm_backward_kernel(
     seed,
     statistics,
     gemm_grad,
+    gemm_grad8,
     residual_grad,
     partials,
     rows,
@@ -343,6 +396,8 @@ def norm_backward_kernel(
     ADDS: tl.constexpr,
     DROPS: tl.constexpr,
     SUMMED: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
     STAGES: tl.constexpr,
 ):
     """Compute the gradients of gemm_out and residual for every so many rows.
@@ -391,7 +446,11 @@ def norm_backward_kernel(
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
         if DROPS:
             x_grad = tl.where(keep, x_grad * kept_scale, 0.0)
-        tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
+        rounded = x_grad.to(gemm_grad.dtype.element_ty)
+        tl.store(gemm_grad + at, rounded, mask=inside)
+        if FACTOR != 0.0:
+            rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
+            tl.store(gemm_grad8 + at, rounded8, mask=inside)
         bias_sum += x_grad
     partials += program * 3 * WIDTH + column
     tl.store(partials, tl.sum(bias_sum, 0), mask=in_width)

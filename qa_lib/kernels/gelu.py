@@ -63,13 +63,31 @@ def fp8_feed_forward(
     tanh: bool,
     down: torch.Tensor,
     last: torch.Tensor | None,
+    x8: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return gelu(x up^T + bias) down^T + last in bf16 [..., width], by GEMMs in 8-bit floats.
 
     All are in bf16: x [..., width], up [inner, width], bias [inner], down [width, inner] and last
-    [width] or None. The weights `up` and `down` may be transposed in memory.
+    [width] or None. The weights `up` and `down` may be transposed in memory. `x8` is that of
+    fp8.fp8_linear.
     """
-    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last)
+    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, False)
+
+
+def fp8_feed_forward_and_placeholder(
+    x: torch.Tensor,
+    up: torch.Tensor,
+    bias: torch.Tensor,
+    tanh: bool,
+    down: torch.Tensor,
+    last: torch.Tensor | None,
+    x8: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return what fp8_feed_forward does, and a placeholder [rows, width] for its gradient in e5m2.
+
+    kernels/fp8.py says what that is.
+    """
+    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, True)
 
 
 class _Gelu(torch.autograd.Function):
@@ -98,26 +116,33 @@ class _Fp8FeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, up, bias, tanh, down, last):
+    def forward(ctx, x, up, bias, tanh, down, last, x8, has_placeholder):
         rows = x.reshape(-1, x.shape[-1])
+        rows8 = fp8.in_e4m3(rows, ACTIVATION) if x8 is None else x8.view(rows.shape)
         up8, up_transposed8 = fp8.weight_in_e4m3(up)
         down8, down_transposed8 = fp8.weight_in_e4m3(down)
         scale = ACTIVATION * WEIGHT
-        inner = fp8.scaled_mm(fp8.in_e4m3(rows, ACTIVATION), up8.t(), scale)
+        inner = fp8.scaled_mm(rows8, up8.t(), scale)
         ctx.save_for_backward(rows, inner, bias, up_transposed8, down_transposed8)
         ctx.tanh = tanh
         ctx.has_last = last is not None
         ctx.up_is_transposed = not up.is_contiguous()
         ctx.down_is_transposed = not down.is_contiguous()
-        y = fp8.scaled_mm(_forward(inner, bias, ACTIVATION, tanh), down8.t(), scale, last)
-        return y.view(*x.shape[:-1], -1)
+        y_rows = fp8.scaled_mm(_forward(inner, bias, ACTIVATION, tanh), down8.t(), scale, last)
+        y = y_rows.view(*x.shape[:-1], -1)
+        if not has_placeholder:
+            return y
+        ctx.set_materialize_grads(False)
+        return y, fp8.placeholder_of(y_rows)
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx, grad, grad8=None):
         rows, inner, bias, up_transposed8, down_transposed8 = ctx.saved_tensors
         grad_rows = grad.reshape(-1, grad.shape[-1])
+        if grad8 is None:
+            grad8 = fp8.in_e5m2(grad_rows, GRADIENT)
         scale = GRADIENT * WEIGHT
-        gelu_grad = fp8.scaled_mm(fp8.in_e5m2(grad_rows, GRADIENT), down_transposed8.t(), scale)
+        gelu_grad = fp8.scaled_mm(grad8, down_transposed8.t(), scale)
         inner_grad, bias_grad, inner_grad8, output = _backward(
             gelu_grad, inner, bias, GRADIENT, ctx.tanh
         )
@@ -125,7 +150,8 @@ class _Fp8FeedForward(torch.autograd.Function):
         up_grad = fp8.weight_grad(inner_grad, rows, ctx.up_is_transposed)
         down_grad = fp8.weight_grad(grad_rows, output, ctx.down_is_transposed)
         last_grad = grad_rows.sum(0) if ctx.has_last else None
-        return x_grad.view(*grad.shape[:-1], -1), up_grad, bias_grad, None, down_grad, last_grad
+        x_grad = x_grad.view(*grad.shape[:-1], -1)
+        return x_grad, up_grad, bias_grad, None, down_grad, last_grad, None, None
 
 
 def _forward(x, bias, factor: float, tanh: bool):

@@ -33,6 +33,9 @@ different here:
   diagonal, over all tiles of all programs. A program sums the diagonals of its queries' tiles into
   the buckets that share a number (add_to_buckets), and leaves 32 sums: again nothing is added up by
   several programs. Where there is no bias, none of this is in the program.
+- Where the linear layers before and after it are in 8-bit floats (kernels/fp8.py), the forward
+  kernel writes the e4m3 copy of the output, and the backward kernel the e5m2 copy of the gradient
+  of `qkv`, beside each other in the same places.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -47,6 +50,7 @@ import torch
 from torch.nn import functional as F
 
 from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
+from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
 # second at a time. For heads 64 wide and with dropout no register spills (by the compiler's word).
@@ -103,10 +107,38 @@ def varlen_attention(
             relative=relative,
         )
     of_distances = (None, None, None) if relative is None else relative
-    output, _ = _attention(
+    output, *_ = _attention(
         qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances
     )
     return output
+
+
+def varlen_attention_and_copy(
+    qkv: torch.Tensor,
+    bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    longest: int,
+    seed: torch.Tensor,
+    dropout: float,
+    scale: float,
+    relative: RelativeBias | None,
+    placeholder: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
+
+    It is for linear layers in 8 bits before and after it, and not for PyTorch's compiler.
+    `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2.
+    """
+    if not qkv.is_cuda:
+        output = varlen_attention(
+            qkv, bias, cu_seqlens, longest, seed, dropout, scale, relative=relative
+        )
+        return output, None
+    of_distances = (None, None, None) if relative is None else relative
+    output, _, output8 = _attention(
+        qkv, bias, cu_seqlens, seed, longest, dropout, scale, False, *of_distances, placeholder
+    )
+    return output, output8.view(torch.float8_e4m3fn)
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
@@ -205,15 +237,20 @@ def _attention(
     weight: torch.Tensor | None = None,
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the output [tokens, heads, width], and logsumexp, fp32 [heads, tokens].
+    placeholder: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the output [tokens, heads, width], logsumexp, fp32 [heads, tokens], and a copy.
 
-    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. The last
-    three arguments are a RelativeBias.
+    logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. `weight`,
+    `buckets` and `table` are a RelativeBias. The copy is the output's in e4m3, as bytes, of which
+    autograd knows that they have no gradient. It is empty without a `placeholder`, which gets the
+    gradient of `qkv` in e5m2.
     """
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
     logsumexp = qkv.new_empty(heads, tokens, dtype=torch.float32)
+    copies = placeholder is not None
+    output8 = qkv.new_empty(output.shape if copies else 0, dtype=torch.uint8)
     options = CAUSAL_FORWARD if causal else FORWARD
     blocks = -(-longest // options["QUERIES"])
     segments = len(cu_seqlens) - 1
@@ -222,6 +259,7 @@ def _attention(
         (blocks, heads, segments),
         qkv=qkv.contiguous(),
         output=output,
+        output8=output8.view(torch.float8_e4m3fn) if copies else None,
         logsumexp=logsumexp,
         cu_seqlens=cu_seqlens,
         seed=seed,
@@ -235,9 +273,11 @@ def _attention(
         DROPS=dropout > 0,
         CAUSAL=causal,
         REACH=_reach(buckets),
+        FACTOR=ACTIVATION if copies else 0.0,
+        MAX=E4M3_MAX,
         **options,
     )
-    return output, logsumexp
+    return output, logsumexp, output8
 
 
 @custom_op("qa_lib::varlen_attention_backward")
@@ -256,15 +296,18 @@ def _attention_backward(
     weight: torch.Tensor | None = None,
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    copies: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
 
-    Those of what is None are empty.
+    Those of what is None are empty. The fourth result is the e5m2 copy [tokens, 3 x heads x width]
+    of the first, empty unless the caller `copies` that.
     """
     tokens, _, heads, width = qkv.shape
     blocks = -(-longest // BACKWARD["BLOCK"])
     segments = len(cu_seqlens) - 1
     qkv_grad = qkv.new_empty(qkv.shape)
+    qkv_grad8 = qkv.new_empty((tokens, 3 * heads * width) if copies else 0, dtype=torch.float8_e5m2)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
     )
@@ -295,6 +338,7 @@ def _attention_backward(
         cu_seqlens=cu_seqlens,
         seed=seed,
         qkv_grad=qkv_grad,
+        qkv_grad8=qkv_grad8 if copies else None,
         partials=partials,
         table=table,
         buckets=buckets,
@@ -310,6 +354,8 @@ def _attention_backward(
         CAUSAL=causal,
         REACH=_reach(buckets),
         BUCKETS=max(1, number_of_buckets),
+        FACTOR=GRADIENT if copies else 0.0,
+        MAX=E5M2_MAX,
         **BACKWARD,
     )
     bias_grad = qkv.new_empty(0)
@@ -318,7 +364,7 @@ def _attention_backward(
     weight_grad = qkv.new_empty(0)
     if weight is not None:
         weight_grad = sum_partials(bucket_partials, weight.dtype)
-    return qkv_grad, bias_grad, weight_grad
+    return qkv_grad, bias_grad, weight_grad, qkv_grad8
 
 
 def _reach(buckets: torch.Tensor | None) -> int:
@@ -327,25 +373,39 @@ def _reach(buckets: torch.Tensor | None) -> int:
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs
-    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, seed, weight, buckets, table)
+    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table, placeholder = inputs
+    attended, logsumexp, _ = output
+    ctx.save_for_backward(qkv, bias, attended, logsumexp, cu_seqlens, seed, weight, buckets, table)
+    ctx.has_placeholder = placeholder is not None
     # Otherwise logsumexp would get a gradient of zeros, by a kernel of its own.
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _):
+def _backward(ctx, grad, _, __):
     qkv, bias, output, logsumexp, cu_seqlens, seed, *relative = ctx.saved_tensors
     if not ctx.needs_input_grad[1]:
         bias = None
-    qkv_grad, bias_grad, weight_grad = _attention_backward(
-        grad, qkv, bias, output, logsumexp, cu_seqlens, seed, *ctx.options, *relative
+    qkv_grad, bias_grad, weight_grad, qkv_grad8 = _attention_backward(
+        grad,
+        qkv,
+        bias,
+        output,
+        logsumexp,
+        cu_seqlens,
+        seed,
+        *ctx.options,
+        *relative,
+        ctx.has_placeholder,
     )
+    if not ctx.has_placeholder:
+        qkv_grad8 = None
     if not ctx.needs_input_grad[1]:
         bias_grad = None
     # Arguments at the end that have their defaults are not counted in needs_input_grad.
     if relative[0] is None or not ctx.needs_input_grad[8]:
         weight_grad = None
-    return qkv_grad, bias_grad, None, None, None, None, None, None, weight_grad, None, None
+    nones = [None] * 6
+    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -358,7 +418,9 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # Pointers are those of contiguous tensors: `qkv` and its gradient [tokens, 3, HEADS, WIDTH], query,
 # key and value beside each other; `output` and its gradient [tokens, HEADS, WIDTH]; `logsumexp` and
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
-# WIDTH]. A name that ends in _at is a pointer to the elements of a block.
+# WIDTH]. A name that ends in _at is a pointer to the elements of a block. One that ends in 8 is
+# that of a copy in 8 bits, of what is stored under the name without it, times FACTOR and within
+# ±MAX; with a FACTOR of 0 there is none.
 #
 # A RelativeBias is `table` [HEADS, 2 * REACH + 1], where distance 0 has the number REACH, and
 # `buckets`, as long as a row of it; the sums of its gradient go into `bucket_partials` [segments,
@@ -472,6 +534,7 @@ def add_to_buckets(sums, ds, distance, buckets, REACH: tl.constexpr, BUCKETS: tl
 def varlen_attention_forward(
     qkv,
     output,
+    output8,
     logsumexp,
     cu_seqlens,
     seed,
@@ -487,6 +550,8 @@ def varlen_attention_forward(
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
     block, head, begin, length = locate(cu_seqlens)
@@ -558,7 +623,12 @@ def varlen_attention_forward(
         )
     acc *= (kept_scale / total)[:, None]
     output_at = output + (begin + query_token[:, None]) * PART + head * WIDTH + width
-    tl.store(output_at, acc.to(output.dtype.element_ty), mask=inside[:, None])
+    rounded = acc.to(output.dtype.element_ty)
+    tl.store(output_at, rounded, mask=inside[:, None])
+    if FACTOR != 0.0:
+        output8_at = output8 + (begin + query_token[:, None]) * PART + head * WIDTH + width
+        rounded8 = in_8_bits(rounded, FACTOR, MAX, output8.dtype.element_ty)
+        tl.store(output8_at, rounded8, mask=inside[:, None])
     logsumexp_at = logsumexp + head * tokens + begin + query_token
     tl.store(logsumexp_at, highest + tl.log2(total), mask=inside)
 
@@ -632,6 +702,7 @@ def varlen_attention_backward(
     cu_seqlens,
     seed,
     qkv_grad,
+    qkv_grad8,
     partials,
     table,
     buckets,
@@ -649,6 +720,8 @@ def varlen_attention_backward(
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
     BUCKETS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
 ):
     """Compute the gradients of BLOCK tokens.
 
@@ -707,9 +780,18 @@ def varlen_attention_backward(
     )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
-    qkv_grad_at = qkv_grad + begin * (3 * PART) + head * WIDTH + token[:, None] * (3 * PART) + width
+    first = begin * (3 * PART) + head * WIDTH
+    place = token[:, None] * (3 * PART) + width
+    qkv_grad_at = qkv_grad + first + place
     tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
     tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
+    if FACTOR != 0.0:
+        qkv_grad8_at = qkv_grad8 + first + place
+        # Both are converted before either is stored: in another order registers spill.
+        dk8 = in_8_bits(dk.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        dv8 = in_8_bits(dv.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        tl.store(qkv_grad8_at + PART, dk8, mask=inside[:, None])
+        tl.store(qkv_grad8_at + 2 * PART, dv8, mask=inside[:, None])
     if SUMS:
         # Keys and values beyond the end have gradients here, which are not stored; queries, below,
         # have none.
@@ -746,6 +828,9 @@ def varlen_attention_backward(
     )
     dq *= scale
     tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
+    if FACTOR != 0.0:
+        dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
     if REACH:

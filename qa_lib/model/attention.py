@@ -37,15 +37,17 @@ from transformers.models.bert.modeling_bert import eager_attention_forward
 from transformers.models.modernbert.modeling_modernbert import ModernBertRotaryEmbedding
 
 from qa_lib.errors import UserError
+from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.varlen_attention import (
     RelativeBias,
     attach_bias_grad,
     relative_scores,
     segment_of,
     varlen_attention,
+    varlen_attention_and_copy,
 )
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.model.fused_blocks import HashDropout, leave_copy, take_copy, to_float8
 from qa_lib.spec.rules import unfit_heads
 
 
@@ -401,6 +403,17 @@ class BiasDeferredLinear(nn.Linear):
         return F.linear(x, self.weight, self.bias.detach())
 
 
+class Float8BiasDeferredLinear(BiasDeferredLinear):
+    """A BiasDeferredLinear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
+
+    def forward(self, x):
+        return fp8_linear(x, self.weight, self.bias.detach(), take_copy(x))
+
+    def with_placeholder(self, x) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the output, and a placeholder for its gradient in e5m2 (kernels/fp8.py)."""
+        return fp8_linear_and_placeholder(x, self.weight, self.bias.detach(), take_copy(x))
+
+
 class FusedSelfAttention(nn.Module):
     """The self-attention of a BERT-like encoder with one linear layer for the three projections.
 
@@ -479,6 +492,35 @@ class FusedSelfAttention(nn.Module):
         return output.reshape(*shape, -1).contiguous(), weights
 
 
+class Float8SelfAttention(FusedSelfAttention):
+    """A FusedSelfAttention between linear layers in 8 bits.
+
+    Its `qkv` is a Float8BiasDeferredLinear. Packed samples go to our own kernel, which makes the
+    operands in 8 bits; there transformers' interface of attention has no place for these.
+    """
+
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, **kwargs):
+        """Do what the original's forward does; the output may carry an e4m3 copy."""
+        segments = kwargs.get("segments")
+        if segments is None or torch.compiler.is_compiling():
+            return super().forward(hidden_states, attention_mask, past_key_values, **kwargs)
+        qkv, placeholder = self.qkv.with_placeholder(hidden_states)
+        output, output8 = varlen_attention_and_copy(
+            qkv.unflatten(-1, (3, -1, self.width)).squeeze(0),
+            self.qkv.bias,
+            segments.cu_seqlens,
+            longest=max(segments.limits),
+            seed=self.dropout.seed,
+            dropout=self.dropout.p if self.training else 0.0,
+            scale=self.scaling,
+            relative=segments.relative,
+            placeholder=placeholder,
+        )
+        output = output.reshape(hidden_states.shape).contiguous()
+        leave_copy(output, output8)
+        return output, None
+
+
 def fuse_projections(model: nn.Module, kind: type = FusedSelfAttention) -> None:
     """Fuse the three projections of every layer, in place, by a FusedSelfAttention of that kind."""
     encoder = encoder_of(model)
@@ -535,3 +577,17 @@ def use_varlen_attention(model: nn.Module, defers_bias: bool = True) -> None:
         self_attention.dropout = HashDropout(self_attention.dropout.p)
         if defers_bias and isinstance(self_attention, FusedSelfAttention):
             self_attention.qkv.__class__ = BiasDeferredLinear
+
+
+def use_float8_projections(model: nn.Module) -> None:
+    """Give the linear layers before and after attention 8-bit operands, in place.
+
+    The model has fused projections and is prepared for the kernel of kernels/varlen_attention.py.
+    Weights stay in bf16.
+    """
+    encoder = encoder_of(model)
+    for layer in layers_of(model):
+        self_attention = layer.get_submodule(encoder.self_attention)
+        self_attention.__class__ = Float8SelfAttention
+        self_attention.qkv.__class__ = Float8BiasDeferredLinear
+        to_float8(layer.get_submodule(encoder.attention_output))

@@ -117,6 +117,14 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
     if settings.feed_forward == "fp8":
         # Linear layers have a bias or none by now, as fused norms and GELU have left them.
         fused_blocks.use_float8(model)
+    if settings.attention_projections == "fp8":
+        attention.use_float8_projections(model)
+    if settings.norms == "fused" and not is_decoder:
+        fused_blocks.copy_operands(
+            model,
+            feed_forward=settings.feed_forward == "fp8",
+            projections=settings.attention_projections == "fp8",
+        )
     if settings.qat != "none":
         use_rounding(model, settings.qat)
     if settings.base_quantization == "nf4":

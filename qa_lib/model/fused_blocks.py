@@ -15,8 +15,10 @@ Seeds are drawn anew before each forward pass, from PyTorch's generator on the d
 stays a function of its seed and a captured graph draws other patterns in each replay.
 
 One operator does all that follows a linear layer, its bias included: dropout, residual and norm
-(kernels/fused_norm.py), or GELU (kernels/gelu.py). The feed-forward block's GEMMs may be in 8-bit
-floats (kernels/fp8.py). Weights keep their names, so that a checkpoint looks like any other.
+(kernels/fused_norm.py), or GELU (kernels/gelu.py). The GEMMs may be in 8-bit floats
+(kernels/fp8.py); the norm then hands the next linear layer a copy of its output in e4m3, as an
+attribute of that output, since transformers' layers hand on one tensor. Weights keep their names,
+so that a checkpoint looks like any other.
 
 GPT-2 (Radford et al. 2019) has its norms before the linear layers: a layer is
 h += attention(norm(h)) and then h += mlp(norm(h)). Between two GEMMs there are always the same
@@ -37,9 +39,9 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
-from qa_lib.kernels.fp8 import fp8_linear
+from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
-from qa_lib.kernels.gelu import fp8_feed_forward, gelu
+from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder, gelu
 from qa_lib.kernels.varlen_attention import varlen_attention
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 
@@ -102,7 +104,12 @@ class LinearWithoutBias(nn.Linear):
 
 
 class FusedOutput(nn.Module):
-    """A layer's output, as transformers calls it, with its `dense`, `dropout` and `LayerNorm`."""
+    """A layer's output, as transformers calls it, with its `dense`, `dropout` and `LayerNorm`.
+
+    One that `copies` hands an e4m3 copy of its output to the next linear layer.
+    """
+
+    copies = False
 
     def __init__(self, native: nn.Module):
         super().__init__()
@@ -119,8 +126,13 @@ class FusedOutput(nn.Module):
         an attribute `residual`, since transformers' layers hand on one tensor.
         """
         norm = self.LayerNorm
-        output, residual = fused_norm(
-            self.dense(hidden_states),
+        if isinstance(self.dense, Float8Linear):
+            product, placeholder = self.dense.with_placeholder(hidden_states)
+        else:
+            product = self.dense(hidden_states)
+            placeholder = None
+        output, residual, output8 = fused_norm(
+            product,
             self.dense.bias,
             getattr(input_tensor, "residual", input_tensor),
             gamma=norm.weight,
@@ -128,7 +140,10 @@ class FusedOutput(nn.Module):
             seed=self.dropout.seed,
             dropout=self.dropout.p if self.training else 0.0,
             eps=norm.eps,
+            placeholder=placeholder,
+            copies=self.copies,
         )
+        leave_copy(output, output8)
         # A reentrant checkpoint computes the layer without gradients at first. If the next layer
         # took that residual, its gradient would be lost.
         has_its_gradient = residual.requires_grad or not self.training
@@ -189,6 +204,21 @@ def use_fused_norms(model: nn.Module) -> None:
 # The sigmoid GELU and 8-bit floats in a feed-forward block.
 
 
+def leave_copy(x: torch.Tensor, x8: torch.Tensor | None) -> None:
+    """Leave an e4m3 copy of `x`, if there is one, with it for the next linear layer."""
+    if x8 is not None:
+        x.e4m3 = x8
+
+
+def take_copy(x: torch.Tensor) -> torch.Tensor | None:
+    """Return the e4m3 copy that was left with `x`; None if there is none.
+
+    It is no longer there then: `x` may be kept for the backward pass, which has no use for a copy.
+    """
+    # PyTorch's compiler fuses conversions itself: there nobody leaves a copy.
+    return None if torch.compiler.is_compiling() else vars(x).pop("e4m3", None)
+
+
 def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Apply fp8_linear, or a whole feed-forward block in 8-bit floats.
 
@@ -196,9 +226,21 @@ def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> 
     tuple, and left its work to this one, the second.
     """
     if isinstance(x, tuple):
-        inputs, up, up_bias, tanh = x
-        return fp8_feed_forward(inputs, up, up_bias, tanh, down=weight, last=bias)
-    return fp8_linear(x, weight, bias)
+        inputs, inputs8, up, up_bias, tanh = x
+        return fp8_feed_forward(inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8)
+    return fp8_linear(x, weight, bias, take_copy(x))
+
+
+def float8_linear_and_placeholder(
+    x, weight: torch.Tensor, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what `float8_linear` does, and return a placeholder for the result's gradient as well."""
+    if isinstance(x, tuple):
+        inputs, inputs8, up, up_bias, tanh = x
+        return fp8_feed_forward_and_placeholder(
+            inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8
+        )
+    return fp8_linear_and_placeholder(x, weight, bias, take_copy(x))
 
 
 class FusedIntermediate(nn.Module):
@@ -216,7 +258,8 @@ class FusedIntermediate(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor):
         if isinstance(self.dense, Float8Linear):
-            return hidden_states, self.dense.weight, self.dense.bias, False
+            copy = take_copy(hidden_states)
+            return hidden_states, copy, self.dense.weight, self.dense.bias, False
         return gelu(self.dense(hidden_states), self.dense.bias)
 
 
@@ -230,6 +273,16 @@ class Float8Linear(nn.Linear):
 
     def forward(self, x):
         return float8_linear(x, self.weight, self.bias if self.adds_bias else None)
+
+    def with_placeholder(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the output, and a placeholder for its gradient in e5m2 (kernels/fp8.py).
+
+        It is None for PyTorch's compiler, which fuses conversions itself.
+        """
+        if torch.compiler.is_compiling():
+            return self(x), None
+        bias = self.bias if self.adds_bias else None
+        return float8_linear_and_placeholder(x, self.weight, bias)
 
 
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
@@ -248,7 +301,7 @@ class Conv1DGelu(Conv1D):
     def forward(self, x):
         # Out of training the next layer is transformers' own: this one cannot leave it its work.
         if hasattr(self, "float8") and self.training:
-            return x, self.weight.t(), self.bias, True
+            return x, None, self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
@@ -285,8 +338,29 @@ def use_float8(model: nn.Module) -> None:
             if is_decoder:
                 linear.float8 = True
             else:
-                linear.adds_bias = not isinstance(linear, LinearWithoutBias)
-                linear.__class__ = Float8Linear
+                to_float8(linear)
+
+
+def to_float8(linear: nn.Linear) -> None:
+    """Make a linear layer a Float8Linear, in place."""
+    linear.adds_bias = not isinstance(linear, LinearWithoutBias)
+    linear.__class__ = Float8Linear
+
+
+def copy_operands(model: nn.Module, feed_forward: bool, projections: bool) -> None:
+    """Have an encoder's fused norms hand on e4m3 copies to linear layers in 8 bits, in place.
+
+    `feed_forward` and `projections` say whether those of the feed-forward blocks, and those before
+    attention, are in 8 bits.
+    """
+    before_feed_forward, before_projections = (
+        name.rpartition(".")[0] for name in encoder_of(model).dropouts
+    )
+    *layers, last_layer = layers_of(model)
+    for layer in layers:
+        layer.get_submodule(before_feed_forward).copies = feed_forward
+        layer.get_submodule(before_projections).copies = projections
+    last_layer.get_submodule(before_feed_forward).copies = feed_forward
 
 
 # The decoder.

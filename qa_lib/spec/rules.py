@@ -40,6 +40,7 @@ PLAIN_TAKES = {
     "norms": ("native",),
     "loss": ("native",),
     "feed_forward": ("native",),
+    "attention_projections": ("native",),
     "gelu": ("exact",),
     "qat": ("none",),
     "compile": ("none", "inductor", "reduce-overhead"),
@@ -152,6 +153,12 @@ def _number_format_conflicts(settings: Settings) -> Iterator[str]:
     if settings.feed_forward == "fp8" and not settings.half_weights:
         why = "the 8-bit linear layers take weights in bf16"
         yield _clash(settings, "feed_forward", "optimizer", why)
+    if settings.attention_projections == "fp8" and precision != "bf16":
+        why = "the 8-bit linear layers give bf16"
+        yield _clash(settings, "attention_projections", "precision", why)
+    if settings.attention_projections == "fp8" and not settings.half_weights:
+        why = "the 8-bit linear layers take weights in bf16"
+        yield _clash(settings, "attention_projections", "optimizer", why)
 
 
 def _kernel_conflicts(settings: Settings) -> Iterator[str]:
@@ -181,6 +188,13 @@ def _kernel_conflicts(settings: Settings) -> Iterator[str]:
     if settings.qkv == "fused" and settings.has_adapters:
         why = "the adapters' query, key and value are fused away"
         yield _clash(settings, "qkv", "trainable", why)
+    if settings.attention_projections == "fp8":
+        if settings.qkv != "fused":
+            why = "it is one linear layer of all three that has 8 bits: qkv=fused"
+            yield _clash(settings, "attention_projections", "qkv", why)
+        if settings.attention != "triton-varlen":
+            why = "8 bits have been tried beside our own kernel alone: attention=triton-varlen"
+            yield _clash(settings, "attention_projections", "attention", why)
 
 
 def _quantization_conflicts(settings: Settings) -> Iterator[str]:
@@ -192,6 +206,9 @@ def _quantization_conflicts(settings: Settings) -> Iterator[str]:
         if settings.feed_forward == "fp8":
             why = "both are about the same linear layers"
             yield _clash(settings, "base_quantization", "feed_forward", why)
+        if settings.attention_projections == "fp8":
+            why = "both are about the same linear layers"
+            yield _clash(settings, "base_quantization", "attention_projections", why)
         if settings.parallel in ("fsdp2", "tensor", "pipeline"):
             why = "sharing out weights in 4 bits has not been tried"
             yield _clash(settings, "base_quantization", "parallel", why)
@@ -362,6 +379,9 @@ def _tensor_conflicts(settings: Settings) -> Iterator[str]:
     if settings.feed_forward == "fp8":
         why = "the 8-bit linear layers take whole weights"
         yield _clash(settings, "parallel", "feed_forward", why)
+    if settings.attention_projections == "fp8":
+        why = "the 8-bit linear layers take whole weights"
+        yield _clash(settings, "parallel", "attention_projections", why)
 
 
 # Settings that do not go with a task, with a size, or with a number of processes.
@@ -475,7 +495,11 @@ class Requirement:
 def requirements(settings: Settings) -> Iterator[Requirement]:
     """Yield what settings need of a machine."""
     uses_bf16 = settings.precision in ("bf16", "pure-bf16")
-    uses_fp8 = settings.feed_forward == "fp8" or settings.loss == "chunked-fp8"
+    uses_fp8 = (
+        settings.feed_forward == "fp8"
+        or settings.attention_projections == "fp8"
+        or settings.loss == "chunked-fp8"
+    )
     uses_triton_attention = settings.attention in ("triton-varlen", "triton-causal")
     uses_triton = (
         uses_triton_attention
@@ -585,7 +609,11 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
 def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, object, str]]:
     """Yield each setting that has another value on this machine, the value, and why."""
     # These settings run on a GPU alone: without one `missing` refuses them, as they were asked for.
-    is_for_gpu = settings.feed_forward == "fp8" or settings.attention in ("flash", "efficient")
+    is_for_gpu = (
+        settings.feed_forward == "fp8"
+        or settings.attention_projections == "fp8"
+        or settings.attention in ("flash", "efficient")
+    )
     if not machine.gpus and not is_for_gpu:
         if settings.precision != "fp32":
             yield "precision", "fp32", f"since {settings.precision} autocast needs a GPU"

@@ -72,6 +72,10 @@ class Settings:
     feed_forward: Literal["native", "fp8"] = "native"
     """GEMMs of the feed-forward blocks: in the precision's type | in 8-bit floats."""
 
+    attention_projections: Literal["native", "fp8"] = "native"
+    """GEMMs of the linear layers before and after attention: in the precision's type | in 8-bit
+    floats."""
+
     gelu: Literal["exact", "sigmoid"] = "exact"
     """GELU of the feed-forward blocks: by the error function | by the sigmoid of a polynomial
     (kernels/gelu.py)."""

@@ -141,6 +141,7 @@ _TABLE = [
     Variant("E-fp8", parent="E-moments", feed_forward="fp8", why="E-moments with FP8 GEMMs in its feed-forward blocks."),
     Variant("E-uncompiled", parent="E-moments", compile="none", why="No compiler: kernels of our own do its work, and the first step comes sooner.", tags=("ladder", "headline")),
     Variant("E-fp8-uncompiled", parent="E-uncompiled", feed_forward="fp8", why="E-uncompiled with FP8 GEMMs in its feed-forward blocks.", tags=("ladder", "headline")),
+    Variant("E-fp8-all", parent="E-fp8-uncompiled", attention_projections="fp8", why="FP8 GEMMs before and after attention as well: in every linear layer of a block."),
     Variant("E-t4", parent="E-graph", qkv="fused", why="What is left without bf16 and FlashAttention, as on a T4."),
     Variant("E-t4-dropout", parent="E-t4", dropout="hash", why="Dropout's random bits at a tenth of the work, with what a T4 has."),
     Variant("E-t4-masters", parent="E-t4-dropout", optimizer="adamw-master", why="Weights, gradients, residuals in fp16 over fp32 master weights."),

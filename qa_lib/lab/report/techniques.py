@@ -588,6 +588,21 @@ def fp8_feed_forward():
     return [_Fp8Linear]
 
 
+@technique(
+    "attention_projections",
+    "fp8",
+    how=(
+        "These two linear layers are narrow: what 8 bits save in their matrix products is lost "
+        "again where a kernel has to convert their operands first. So the kernels before them, "
+        "norm and attention, write their results in 8 bits as well, from registers."
+    ),
+)
+def fp8_attention_projections():
+    from qa_lib.kernels.fp8 import _Fp8Linear
+
+    return [_Fp8Linear]
+
+
 # What is trained, and what is kept for it.
 
 
