@@ -79,7 +79,7 @@ def call_loss(half: torch.dtype, has_fp8: bool) -> None:
 
 def call_fp8(half: torch.dtype) -> None:
     hidden = empty(TOKENS, WIDTH, dtype=half)
-    fp8._weight_in_e4m3(empty(WIDTH, INNER, dtype=half))
+    fp8._weights_in_e4m3([empty(WIDTH, INNER, dtype=half) for _ in range(12)])
     fp8.in_e4m3(hidden, fp8.ACTIVATION)
     fp8.in_e5m2(hidden, fp8.GRADIENT)
 

@@ -1,12 +1,13 @@
 """Products in 8-bit floats against the same in bf16; PyTorch has a CPU form of the product."""
 
 import copy
+import operator
 
 import pytest
 import torch
 
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.kernels import fp8
+from qa_lib.kernels import common, fp8, fused_norm
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
@@ -16,8 +17,10 @@ from qa_lib.model.fused_blocks import (
     FusedIntermediate,
     FusedOutput,
     LinearWithoutBias,
+    cast_weights,
     renew,
 )
+from qa_lib.train.compile import compile_kernels
 from tests.kernels import DEVICE, relative, with_gradients
 from tests.tiny import checkpoint, packed_model, planned
 
@@ -158,12 +161,14 @@ def test_a_feed_forward_block_does_not_keep_what_gelu_has_given(drawn, feed_forw
 # The linear layers before and after attention.
 
 
-def loss_and_gradients(variant: str, folder) -> dict[str, torch.Tensor]:
+def loss_and_gradients(variant: str, folder=None, compiles=False, **settings) -> dict:
     """The loss of a model of that variant in bf16 and its gradients by name; seeds are equal."""
-    model, packed, inputs = packed_model(planned(variant, model=folder))
+    model, packed, inputs = packed_model(planned(variant, settings=settings, model=folder))
     model.bfloat16()
     torch.manual_seed(5)
     renew(model)
+    if compiles:
+        packed = torch.compile(packed, backend="aot_eager", fullgraph=True)
     loss = packed(**inputs).loss
     loss.backward()
     return {"loss": loss.detach()} | {name: p.grad for name, p in model.named_parameters()}
@@ -180,6 +185,11 @@ def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(k
     errors = [relative(found[name], native[name]) for name in in_layers]
     assert 0 < max(errors) < 0.2
     torch.testing.assert_close(found["loss"], native["loss"], atol=0.02, rtol=0.02)
+
+
+def test_the_compiler_traces_linear_layers_in_8_bits_as_one_graph():
+    compiled = loss_and_gradients("E-fp8-all", compiles=True)
+    torch.testing.assert_close(compiled, loss_and_gradients("E-fp8-all"), atol=1e-4, rtol=0.02)
 
 
 @pytest.mark.parametrize(("variant", "in_8_bits"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
@@ -276,6 +286,12 @@ def test_operands_that_are_handed_on_are_those_that_a_cast_would_make(
     torch.testing.assert_close(loss_and_gradients(variant, folder), by_casts, rtol=0, atol=0)
 
 
+def test_layers_that_are_computed_again_have_the_gradients_of_others(copies_as_on_a_gpu):
+    once = loss_and_gradients("E-fp8-all")
+    again = loss_and_gradients("E-fp8-all", activation_checkpointing=True)
+    torch.testing.assert_close(again, once, rtol=0, atol=0)
+
+
 WIDTH = TINY_CONFIG["hidden_size"]
 LAYERS = TINY_CONFIG["num_hidden_layers"]
 
@@ -285,13 +301,62 @@ def test_of_all_operands_but_gelus_only_the_first_layers_input_is_cast(
     variant, copies_as_on_a_gpu, casts
 ):
     """GELU casts on a CPU, and its kernel writes 8 bits by itself."""
-    loss_and_gradients(variant, None)
+    loss_and_gradients(variant)
     of_blocks = [(name, width) for name, width in casts if width in (WIDTH, 3 * WIDTH)]
     assert of_blocks == ([("in_e4m3", WIDTH)] if variant == "E-fp8-all" else [])
 
 
+@pytest.fixture
+def launches(monkeypatch) -> list:
+    """The kernels that would be launched on a GPU, for models among fake tensors."""
+    kernels = []
+    monkeypatch.setattr(common, "_compile_in_thread", lambda kernel, *_: kernels.append(kernel))
+    # Autograd wants a GPU for tensors that say that they lie on one.
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+
+    def product(a, b, *_, out_dtype, **__):
+        assert a.is_contiguous() and b.T.is_contiguous()
+        return a.new_empty(len(a), b.shape[1], dtype=out_dtype)
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    return kernels
+
+
+@pytest.mark.parametrize(("variant", "shapes"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_on_a_gpu_a_step_casts_one_operand_and_weights_of_one_shape_at_once(
+    kind, variant, shapes, tmp_path, request
+):
+    model, packed, inputs = packed_model(planned(variant, model=checkpoint(kind, tmp_path)))
+    model.bfloat16()
+    launches = request.getfixturevalue("launches")
+    compile_kernels(lambda: packed(**inputs).loss, model, lambda: cast_weights(model))
+    assert launches.count(fp8.cast_kernel) == (variant == "E-fp8-all")
+    assert launches.count(fp8.weights_in_e4m3_kernel) == shapes
+    assert launches.count(fused_norm.norm_backward_kernel) == 2 * LAYERS
+
+
+def test_a_weight_that_was_cast_ahead_is_taken_once(monkeypatch):
+    calls = []
+
+    def both_copies(weights):
+        calls.append(len(weights))
+        weights8 = (fp8.WEIGHT * torch.stack(weights).float()).to(torch.float8_e4m3fn)
+        return weights8, weights8.mT.contiguous()
+
+    first, second = torch.randn(2, 4, 6).bfloat16()
+    expected = fp8.weight_in_e4m3(first)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(fp8, "_weights_in_e4m3", both_copies)
+    fp8.cast_ahead([second, first])
+    for _ in range(2):
+        for copy8, wanted in zip(fp8.weight_in_e4m3(first), expected, strict=True):
+            assert_same_numbers(copy8, wanted)
+    assert calls == [2, 1]
+
+
 def test_without_copies_every_operand_is_cast(casts):
-    loss_and_gradients("E-fp8-all", None)
+    loss_and_gradients("E-fp8-all")
     assert casts.count(("in_e4m3", WIDTH)) == 3 * LAYERS
     assert casts.count(("in_e5m2", WIDTH)) == 2 * LAYERS
     assert casts.count(("in_e5m2", 3 * WIDTH)) == LAYERS
@@ -340,7 +405,7 @@ def assert_same_numbers(tensor8, expected8) -> None:
 
 @pytest.mark.triton
 @pytest.mark.parametrize("shape", [(64, 64), (70, 3), (1, 200)], ids=str)
-def test_one_kernel_makes_both_copies_of_a_weight(shape):
+def test_one_kernel_makes_both_copies_of_several_weights(shape):
     weight = torch.randn(shape, device=DEVICE).bfloat16() * 5
     if DEVICE.type == "cpu":
         # What has 8 bits already is not rounded.
@@ -350,10 +415,11 @@ def test_one_kernel_makes_both_copies_of_a_weight(shape):
         weight[0, 0] = torch.nan
     expected = fp8.in_e4m3(weight, fp8.WEIGHT)
     assert expected.float().abs().eq(fp8.E4M3_MAX).any(), "some saturate"
-    weight8, transposed8 = fp8._weight_in_e4m3(weight)
-    assert transposed8.is_contiguous()
-    assert_same_numbers(weight8, expected)
-    assert_same_numbers(transposed8, expected.t())
+    weights8, transposed8 = fp8._weights_in_e4m3([torch.zeros_like(weight), weight, -weight])
+    assert weights8.is_contiguous() and transposed8.is_contiguous()
+    for factor, weight8, other8 in zip((0, 1, -1), weights8, transposed8, strict=True):
+        assert_same_numbers(weight8, factor * expected.float())
+        assert_same_numbers(other8, factor * expected.float().t())
 
 
 # What surrounds the kernels and the product.
@@ -380,10 +446,13 @@ def test_the_kernel_that_converts_has_every_element_in_order_and_what_limits_it(
 
 def test_the_kernel_that_makes_both_copies_of_a_weight_has_every_tile(monkeypatch):
     calls = launched(monkeypatch)
-    weight8, transposed8 = fp8._weight_in_e4m3(torch.randn(70, 130).bfloat16())
-    assert (weight8.shape, transposed8.shape) == ((70, 130), (130, 70))
+    weights = [torch.randn(70, 130).bfloat16() for _ in range(5)]
+    weights8, transposed8 = fp8._weights_in_e4m3(weights)
+    assert (weights8.shape, transposed8.shape) == ((5, 70, 130), (5, 130, 70))
     ((grid, words),) = calls
-    assert grid == (2, 3), "tiles of 64 by 64"
+    assert grid == (2, 3, 5), "tiles of 64 by 64 of each weight"
+    assert all(map(operator.is_, words["weights"], weights))
+    assert words["COUNT"] == 5
     assert (words["rows"], words["columns"]) == (70, 130)
     assert (words["FACTOR"], words["MAX"]) == (fp8.WEIGHT, fp8.E4M3_MAX)
 

@@ -141,7 +141,7 @@ KERNELS_OF_9_0 = [
     "varlen_attention_backward",
     "delta",
     "loss",
-    "weight_in_e4m3",
+    "weights_in_e4m3",
     "cast",
 ]
 

@@ -235,6 +235,19 @@ def dropout_kernel(x, y, seed, size, threshold, kept_scale, ELEMENTS: tl.constex
 
 
 @jit
+def chosen(pointers, number, COUNT: tl.constexpr):
+    """Return the pointer of that number, which is not known when the kernel is compiled.
+
+    An index of a tuple has to be known then.
+    """
+    pointer = pointers[0]
+    for other in tl.static_range(1, COUNT):
+        if number == other:
+            pointer = pointers[other]
+    return pointer
+
+
+@jit
 def hash32_kernel(numbers, seed):
     """Return the bits of `hash32` for unsigned numbers."""
     bits = ((numbers ^ (numbers >> 16)) + seed) * 0x7FEB352D

@@ -11,7 +11,7 @@ bf16: it is summed over thousands of tokens, and its error would go straight int
 A GEMM in 8-bit floats wants its second operand transposed in memory. The forward pass multiplies by
 the weight and the backward pass by its transpose, so that each wants a copy of its own. One kernel
 makes both in tiles, from one read of the weight; the transposing copies of PyTorch and its compiler
-take six times as long.
+take six times as long. One launch does a weight of all layers (cast_ahead), where nothing compiles.
 
 What makes an operand writes it in 8 bits as well, where it is a kernel of ours that can: GELU
 (gelu.py), the norms (fused_norm.py) and attention (varlen_attention.py). They write the same
@@ -22,11 +22,12 @@ tensor without contents, whose gradient is that of the first result in e5m2. The
 layer takes both. Where it returns no gradient of the placeholder, the layer casts the other one.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import chosen, custom_op, is_fake, jit, launch, tl
 
 # Powers of two that move values into the range of their format. They are fixed, since finding each
 # tensor's maximum costs as much as the GEMM saves. Layer norm and GELU keep activations within ±28;
@@ -39,7 +40,7 @@ GRADIENT = 2.0**16
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 
-TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weight_in_e4m3_kernel
+TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weights_in_e4m3_kernel
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
@@ -175,52 +176,81 @@ def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         transposed8, weight8 = weight_in_e4m3(weight.t())
         return weight8, transposed8
     if weight.is_cuda:
-        return _weight_in_e4m3(weight)
+        # PyTorch's compiler asks for each weight by itself.
+        ahead = None if torch.compiler.is_compiling() else vars(weight).pop("e4m3", None)
+        if ahead is not None:
+            return ahead
+        weights8, transposed8 = _weights_in_e4m3([weight])
+        return weights8[0], transposed8[0]
     weight8 = in_e4m3(weight, WEIGHT)
     return weight8, weight8.t().contiguous()
 
 
-@custom_op("qa_lib::weight_in_e4m3")
-def _weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what weight_in_e4m3 returns, by the kernel; the weight is contiguous and on a GPU."""
-    rows, columns = weight.shape
-    weight8 = weight.new_empty(rows, columns, dtype=torch.float8_e4m3fn)
-    transposed8 = weight.new_empty(columns, rows, dtype=torch.float8_e4m3fn)
-    grid = (-(-rows // TRANSPOSE["SIZE"]), -(-columns // TRANSPOSE["SIZE"]))
+def cast_ahead(weights: Sequence[torch.Tensor]) -> None:
+    """Cast weights of one shape by one launch, and leave with each what weight_in_e4m3 returns.
+
+    That function takes it the next time that it is called, once, so that no copy outlives an
+    update. The weights are contiguous and on a GPU.
+    """
+    copies = zip(*_weights_in_e4m3(list(weights)), strict=True)
+    for weight, pair in zip(weights, copies, strict=True):
+        weight.e4m3 = pair
+
+
+@custom_op("qa_lib::weights_in_e4m3")
+def _weights_in_e4m3(weights: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return weights [rows, columns] times WEIGHT in e4m3, saturated, and their transposes.
+
+    The results are [weights, rows, columns] and [weights, columns, rows]. The weights are
+    contiguous and on a GPU.
+    """
+    first = weights[0]
+    rows, columns = first.shape
+    weights8 = first.new_empty(len(weights), rows, columns, dtype=torch.float8_e4m3fn)
+    transposed8 = first.new_empty(len(weights), columns, rows, dtype=torch.float8_e4m3fn)
+    grid = (-(-rows // TRANSPOSE["SIZE"]), -(-columns // TRANSPOSE["SIZE"]), len(weights))
     launch(
-        weight_in_e4m3_kernel,
+        weights_in_e4m3_kernel,
         grid,
-        weight=weight,
-        weight8=weight8,
+        weights=tuple(weights),
+        weights8=weights8,
         transposed8=transposed8,
         rows=rows,
         columns=columns,
         FACTOR=WEIGHT,
         MAX=E4M3_MAX,
+        COUNT=len(weights),
         **TRANSPOSE,
     )
-    return weight8, transposed8
+    return weights8, transposed8
 
 
 @jit
-def weight_in_e4m3_kernel(
-    weight,
-    weight8,
+def weights_in_e4m3_kernel(
+    weights,
+    weights8,
     transposed8,
     rows,
     columns,
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
+    COUNT: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Cast one tile, SIZE by SIZE, of the contiguous `weight` [rows, columns], and transpose it."""
+    """Cast one tile, SIZE by SIZE, of one of COUNT `weights` [rows, columns], and transpose it.
+
+    The weights are contiguous; the results [COUNT, rows, columns] and [COUNT, columns, rows] are.
+    """
+    number = tl.program_id(2)
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < rows) & (column < columns)
+    weight = chosen(weights, number, COUNT)
     value = tl.load(weight + row * columns + column, mask=inside, other=0.0)
-    value = in_8_bits(value, FACTOR, MAX, weight8.dtype.element_ty)
-    tl.store(weight8 + row * columns + column, value, mask=inside)
-    tl.store(transposed8 + column * rows + row, value, mask=inside)
+    value = in_8_bits(value, FACTOR, MAX, weights8.dtype.element_ty)
+    first = number * rows * columns
+    tl.store(weights8 + first + row * columns + column, value, mask=inside)
+    tl.store(transposed8 + first + column * rows + row, value, mask=inside)
 
 
 def scaled_mm(

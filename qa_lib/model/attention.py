@@ -406,6 +406,8 @@ class BiasDeferredLinear(nn.Linear):
 class Float8BiasDeferredLinear(BiasDeferredLinear):
     """A BiasDeferredLinear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
 
+    in_8_bits = True
+
     def forward(self, x):
         return fp8_linear(x, self.weight, self.bias.detach(), take_copy(x))
 

@@ -39,7 +39,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
-from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
+from qa_lib.kernels.fp8 import cast_ahead, fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder, gelu
 from qa_lib.kernels.varlen_attention import varlen_attention
@@ -270,6 +270,7 @@ class Float8Linear(nn.Linear):
     """
 
     adds_bias = True
+    in_8_bits = True
 
     def forward(self, x):
         return float8_linear(x, self.weight, self.bias if self.adds_bias else None)
@@ -345,6 +346,22 @@ def to_float8(linear: nn.Linear) -> None:
     """Make a linear layer a Float8Linear, in place."""
     linear.adds_bias = not isinstance(linear, LinearWithoutBias)
     linear.__class__ = Float8Linear
+
+
+def cast_weights(model: nn.Module) -> None:
+    """Cast the weights of an encoder's linear layers in 8 bits, all of one shape at once.
+
+    The loop calls it before each forward pass, which takes these copies. It does nothing to other
+    models, nor on a CPU. Modules whose GEMMs are in 8 bits say so by `in_8_bits`.
+    """
+    by_shape = {}
+    for module in model.modules():
+        weight = getattr(module, "weight", None)
+        if getattr(module, "in_8_bits", False) and weight.is_cuda and weight.is_contiguous():
+            by_shape.setdefault(weight.shape, []).append(weight)
+    with torch.no_grad():
+        for weights in by_shape.values():
+            cast_ahead(weights)
 
 
 def copy_operands(model: nn.Module, feed_forward: bool, projections: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import PEAK_FROM, Hooks, Meter
-from qa_lib.model.fused_blocks import renew
+from qa_lib.model.fused_blocks import cast_weights, renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint
@@ -75,6 +75,8 @@ class OptimizerStep:
         else:
             forward = ChunkedLossOf(forward, fp8=settings.loss == "chunked-fp8")
         self.forward = self.strategy.wrapped(forward)
+        # A compiler casts each weight by itself; some strategies wait for weights within the pass.
+        self.casts_ahead = settings.compile == "none" and settings.parallel == "none"
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         # The cudagraphs backend returns gradients in memory which its next replay writes over.
         # Where another micro-batch must add to them, they need memory of their own, for the
@@ -110,11 +112,17 @@ class OptimizerStep:
             strategy.all_gather_params()
         return mean_loss
 
+    def cast_weights(self) -> None:
+        """Cast the weights of linear layers in 8 bits before a forward pass, if all are there."""
+        if self.casts_ahead:
+            cast_weights(self.model)
+
     def forward_backward(self, micro_batches, parts) -> torch.Tensor:
         """Do forward and backward pass of one micro-batch after the other; return the mean loss."""
         mean_loss = torch.zeros((), device=self.precision.device)
         for number, (inputs, part) in enumerate(zip(micro_batches, parts, strict=True), 1):
             renew(self.model)
+            self.cast_weights()
             with self.strategy.micro_batch(last=number == len(parts)):
                 with self.hooks.phase("forward"), self.precision.autocast():
                     loss = self.forward(**inputs) / part
@@ -167,7 +175,7 @@ def train(
         first_samples = ranks.local_micro_batches(batches.step(0))[0]
         inputs = batches.collate(first_samples, device)
         with precision.autocast():
-            compile_kernels(lambda: step.forward(**inputs), model)
+            compile_kernels(lambda: step.forward(**inputs), model, step.cast_weights)
     # The memory's peak counts from the step after which compilation allocates no more. The
     # cudagraphs backend records its graphs in the first, and a replay allocates nothing that would
     # be seen.

@@ -52,7 +52,7 @@ from torch.nn import functional as F
 
 from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
-from qa_lib.kernels.common import hash32, hash32_kernel, jit, launch, tl
+from qa_lib.kernels.common import chosen, hash32, hash32_kernel, jit, launch, tl
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 
 # The kernels read 16 bytes at a time where sizes and beginnings are multiples of so many elements.
@@ -556,19 +556,6 @@ def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     block = program - begin
     element = block * BLOCK + tl.arange(0, BLOCK)
     return number, block, element, element < size
-
-
-@jit
-def chosen(pointers, number, COUNT: tl.constexpr):
-    """Return the pointer of that number, which is not known when the kernel is compiled.
-
-    An index of a tuple has to be known then.
-    """
-    pointer = pointers[0]
-    for other in tl.static_range(1, COUNT):
-        if number == other:
-            pointer = pointers[other]
-    return pointer
 
 
 @jit(do_not_specialize_on_alignment=["sums"])
