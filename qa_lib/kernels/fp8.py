@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import INTERPRETED, custom_op, is_fake, jit, launch, tl
 
 # Powers of two that move values into the range of their format. They are fixed, since finding each
 # tensor's maximum costs as much as the GEMM saves. Layer norm and GELU keep activations within ±28;
@@ -116,10 +116,20 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
     """Cast ELEMENTS of a contiguous tensor `x` of `size` elements into `x8`, as _in_8_bits does."""
     at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
     inside = at < size
-    value = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) * FACTOR
-    x8_at = x8 + at
-    value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL)
-    tl.store(x8_at, value.to(x8.dtype.element_ty), mask=inside)
+    value = scaled_and_clamped(tl.load(x + at, mask=inside, other=0.0), FACTOR, MAX)
+    tl.store(x8 + at, value.to(x8.dtype.element_ty), mask=inside)
+
+
+@jit
+def scaled_and_clamped(value, FACTOR: tl.constexpr, MAX: tl.constexpr):
+    """Return values times FACTOR, in fp32, that become ±MAX in 8 bits if they are beyond it.
+
+    A GPU's conversion to 8 bits clamps them itself (`cvt` with `satfinite`), and keeps NaN.
+    """
+    value = value.to(tl.float32) * FACTOR
+    if INTERPRETED:
+        value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL)
+    return value
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -173,8 +183,10 @@ def weight_in_e4m3_kernel(
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
     column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
     inside = (row < rows) & (column < columns)
-    value = tl.load(weight + row * columns + column, mask=inside, other=0.0).to(tl.float32) * FACTOR
-    value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL).to(weight8.dtype.element_ty)
+    value = scaled_and_clamped(
+        tl.load(weight + row * columns + column, mask=inside, other=0.0), FACTOR, MAX
+    )
+    value = value.to(weight8.dtype.element_ty)
     tl.store(weight8 + row * columns + column, value, mask=inside)
     tl.store(transposed8 + column * rows + row, value, mask=inside)
 
