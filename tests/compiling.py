@@ -4,6 +4,7 @@ python -m tests.compiling 9.0
 """
 
 import sys
+from collections.abc import Callable
 from unittest.mock import Mock
 
 import torch
@@ -134,8 +135,11 @@ def make_optimizers(half: torch.dtype) -> None:
         )
 
 
-def main() -> None:
-    capability = int(sys.argv[1].replace(".", ""))
+def compiled(capability: int, call: Callable[[], None]) -> list[tuple]:
+    """Return the programs that `call` launches, each with what it was compiled for.
+
+    `call` uses no GPU, and its tensors are fake.
+    """
     gpu = Mock()
     gpu.get_current_device.return_value = 0
     gpu.get_current_stream.return_value = 0
@@ -143,9 +147,13 @@ def main() -> None:
     triton.runtime.driver.set_active(gpu)  # what it asks of a GPU before it compiles for it
     common._compile = lambda kernel, likes, _: (common._warmup(kernel, likes), likes)
     with FakeTensorMode():
-        call_all(capability)
-    for future in common._unloaded:
-        program, likes = future.result()
+        call()
+    return [future.result() for future in common._unloaded]
+
+
+def main() -> None:
+    capability = int(sys.argv[1].replace(".", ""))
+    for program, likes in compiled(capability, lambda: call_all(capability)):
         like = next(iter(likes.values()))
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
         print(program.metadata.name, like)

@@ -1,6 +1,7 @@
 """GELU by a sigmoid is GELU to a fraction of bf16's rounding, and keeps no more than that."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from qa_lib.kernels.fp8 import E4M3_MAX, E5M2_MAX, in_e4m3, in_e5m2
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
 from tests.kernels import DEVICE, assert_close, with_gradients
-from tests.material import refused
+from tests.material import python, refused
 
 # By type, the error that a kernel may have as a share of the result's norm.
 ERRORS = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -117,6 +118,8 @@ def test_the_operators_are_what_the_compiler_takes_them_for(factor):
 
 
 FACTOR = 2.0**10
+INFINITY = float("inf")
+NAN = float("nan")
 
 
 @pytest.fixture
@@ -142,6 +145,57 @@ def test_the_forward_kernel_writes_its_result_in_8_bits(beyond_8_bits):
     _, *inputs = beyond_8_bits
     value = gelus._gelu_forward(*inputs, 0.0)
     assert_in_8_bits(gelus._gelu_forward(*inputs, FACTOR), in_e4m3(value, FACTOR), E4M3_MAX)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("tanh", [False, True])
+def test_gelu_of_infinity_is_infinite_and_of_nan_and_minus_infinity_nan_as_in_pytorch(tanh):
+    x = torch.tensor([[INFINITY, -INFINITY, NAN, 1e30, -1e30]], device=DEVICE)
+    value = gelus._gelu_forward(x, torch.zeros_like(x[0]), 0.0, tanh)
+    wanted = torch.tensor([[INFINITY, NAN, NAN, 1e30, 0.0]], device=DEVICE)
+    torch.testing.assert_close(value, wanted, equal_nan=True)
+
+
+@pytest.mark.triton
+def test_infinity_is_the_largest_number_of_8_bits():
+    x = torch.tensor([[INFINITY]], device=DEVICE).bfloat16()
+    grad = torch.tensor([[-INFINITY]], device=DEVICE).bfloat16()
+    value8 = gelus._gelu_forward(x, torch.zeros_like(x[0]), FACTOR)
+    _, _, x_grad8, _ = gelus._gelu_backward(grad, torch.ones_like(x), x.new_zeros(1), FACTOR)
+    assert (value8.item(), x_grad8.item()) == (E4M3_MAX, -E5M2_MAX)
+
+
+@pytest.mark.triton
+@pytest.mark.skipif(DEVICE.type == "cpu", reason="Triton's interpreter makes numbers of NaN")
+def test_nan_stays_nan_in_8_bits():
+    nan = torch.tensor([[NAN]], device=DEVICE).bfloat16()
+    value8 = gelus._gelu_forward(nan, torch.zeros_like(nan[0]), FACTOR)
+    _, _, x_grad8, _ = gelus._gelu_backward(nan, torch.ones_like(nan), nan.new_zeros(1), FACTOR)
+    assert value8.float().isnan().all() and x_grad8.float().isnan().all()
+
+
+PTX = """
+import torch
+from tests.compiling import call_gelu, compiled
+for program, _ in compiled(90, lambda: call_gelu(torch.bfloat16, has_fp8=True)):
+    if "gelu" in program.metadata.name:
+        print(program.asm["ptx"])
+"""
+
+
+@pytest.mark.triton
+def test_a_gpu_computes_the_sigmoid_by_its_own_instructions_and_saturates_by_itself(tmp_path):
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    ptx = python("-c", PTX, **environment).stdout
+    instructions = set(re.findall(r"^\s+(?:@\S+ )?([a-z0-9]+\.[\w.]+)", ptx, re.MULTILINE))
+    assert {
+        "ex2.approx.ftz.f32",
+        "rcp.approx.ftz.f32",
+        "cvt.rn.satfinite.e4m3x2.f32",
+        "cvt.rn.satfinite.e5m2x2.f32",
+    } <= instructions
+    kinds = {instruction.partition(".")[0] for instruction in instructions}
+    assert not kinds & {"div", "max", "tanh"}, "each of them would be slower or less exact"
 
 
 @pytest.mark.triton
@@ -177,7 +231,9 @@ def in_8_bits(x, dtype, FACTOR, MAX, **_):
 
 
 def forward_in_pytorch(grid, gemm_out, bias, output, **a) -> None:
-    assert covers(grid[0], a["ELEMENTS"], a["size"])
+    blocks_of_rows, blocks = grid
+    assert covers(blocks_of_rows, a["ROWS"], a["rows"])
+    assert covers(blocks, a["COLUMNS"], a["WIDTH"])
     assert bias.shape == (a["WIDTH"],)
     x = gemm_out + bias
     value = x * cdf_and_slope(x, **a)[0]

@@ -32,14 +32,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 try:
     import triton.language as tl
-    from triton import jit
+    from triton import jit, knobs
 except ImportError:
     # Triton comes with PyTorch's CUDA builds alone. Elsewhere kernels are defined, never launched.
     tl = SimpleNamespace(constexpr=lambda value: value)
+    knobs = None
 
     def jit(function=None, **_):
         return function or jit
 
+
+# Whether kernels run in Triton's interpreter, which has neither the GPU's own instructions nor
+# conversions to 8 bits that saturate.
+INTERPRETED = tl.constexpr(knobs is not None and knobs.runtime.interpret)
 
 SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, and its warps
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
@@ -156,7 +161,6 @@ def found_compiled() -> bool:
 
 def _warmup(kernel, likes: dict):
     """Return the kernel compiled for arguments like these (see `_like`)."""
-    from triton import knobs
     from triton.runtime.jit import MockTensor
 
     def mock(like):

@@ -27,7 +27,7 @@ from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.common import chosen, custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import INTERPRETED, chosen, custom_op, is_fake, jit, launch, tl
 
 # Powers of two that move values into the range of their format. They are fixed, since finding each
 # tensor's maximum costs as much as the GEMM saves. Layer norm and GELU keep activations within ±28;
@@ -163,8 +163,15 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
 
 @jit
 def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexpr):
-    """Return values times FACTOR, clamped to ±MAX, in an 8-bit type."""
-    return tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL).to(dtype)
+    """Return values times FACTOR in an 8-bit type, ±MAX where they are beyond it; NaN stays.
+
+    A GPU's conversion clamps them itself (`cvt` with `satfinite`), and Triton's interpreter's does
+    not.
+    """
+    value = value.to(tl.float32) * FACTOR
+    if INTERPRETED:
+        value = tl.clamp(value, -MAX, MAX, tl.PropagateNan.ALL)
+    return value.to(dtype)
 
 
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

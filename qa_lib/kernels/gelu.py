@@ -1,13 +1,13 @@
-"""GELU by a sigmoid, in two fifths fewer instructions (variants E-gelu and L-gelu).
+"""GELU by a sigmoid, in half the instructions (variants E-gelu and L-gelu).
 
 GELU (Hendrycks and Gimpel 2016) is x times the normal distribution's cdf at x, which PyTorch
-computes by the error function: 38 instructions an element, and 53 for the gradient, so that even a
-kernel that only reads and writes 16-bit numbers waits for its arithmetic. The logit of that cdf,
-log(P(x) / P(-x)), is an odd function that a polynomial of three terms meets; a sigmoid, one power
-and one division, which the GPU has instructions for, takes it back: 23 instructions and 31.
-(Instructions counted in Triton's code for sm_90.) On a T4 the same kernel waits for its memory,
-whose rate is a fifteenth of an H200's: there is nothing to gain there. It compiles for one, though:
-for compute capability 7.5 and newer.
+computes by the error function. A kernel so written has 38 instructions an element, and 66 for the
+gradient, so that even one that only reads and writes 16-bit numbers waits for its arithmetic. The
+logit of that cdf, log(P(x) / P(-x)), is an odd function that a polynomial of three terms meets; a
+sigmoid, one power and one reciprocal, which the GPU has instructions for, takes it back: 15
+instructions and 40. (Instructions of the whole kernels, as Triton 3.6 compiles them for sm_90.) On
+a T4 the same kernel waits for its memory, whose rate is a fifteenth of an H200's: there is nothing
+to gain there. It compiles for one, though: for compute capability 7.5 and newer.
 
 The bias of the linear layer before it is added here too, and the forward pass is one kernel. The
 backward kernel writes the gradient of the layer's output and sums it over the tokens in registers,
@@ -28,16 +28,19 @@ GPT-2 was trained with that approximation, x (1 + tanh(z)) / 2. It is a sigmoid 
 z), so that two terms give it exactly.
 """
 
+import math
+
 import torch
 
 from qa_lib.kernels import fp8
-from qa_lib.kernels.common import custom_op, jit, launch, sum_partials, tl
-from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT
+from qa_lib.kernels.common import INTERPRETED, custom_op, jit, launch, sum_partials, tl
+from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT, in_8_bits
 
 PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H200
-FORWARD = {"ELEMENTS": 1024, "num_warps": 4}
 # ROWS and COLUMNS are those that a program has at a time; STAGES, how many iterations ahead of its
-# arithmetic it reads.
+# arithmetic it reads. A thread of the forward kernel has 16 neighbours, which in 8 bits are the 16
+# bytes that one instruction stores, in each of two rows, which it reads before it computes.
+FORWARD = {"ROWS": 8, "COLUMNS": 512, "num_warps": 4}
 BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
 
 # The polynomial's factors of x, x^3 and x^5, by linear programming over 0 < x < 6.
@@ -46,6 +49,18 @@ TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
 TANH_TERMS = (1.59576912, 7.13548163e-2, 0.0)
 # The square of the largest x that the polynomial is for. Further out the cdf is 0 or 1 anyway.
 LAST = 40.0
+LOG2_E = tl.constexpr(math.log2(math.e))
+# 1 / (1 + 2^power), where the power is the logit times -log2(e). Each of the two approximations is
+# off by 2^-22 of its result, and gives 0 below 2^-126. Those that Triton's sigmoid takes are no
+# nearer, and it takes eight instructions more for results below that. `tanh.approx.f32` would save
+# one more. But it is off by up to 2^-11 and the cdf, (1 + tanh) / 2, by half that, even where that
+# is far less than 1: GELU of -3 would be off by up to a fifth of itself.
+SIGMOID = tl.constexpr("""{
+    .reg .f32 sum;
+    ex2.approx.ftz.f32 sum, $1;
+    add.ftz.f32 sum, sum, 1.0;
+    rcp.approx.ftz.f32 $0, sum;
+}""")
 
 
 def gelu(x: torch.Tensor, bias: torch.Tensor, tanh: bool = False) -> torch.Tensor:
@@ -207,23 +222,25 @@ def _gelu_forward(
     x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
 ) -> torch.Tensor:
     """Return what _forward returns, by the kernel; x is on a GPU."""
+    width = len(bias)
+    rows = x.numel() // width
     y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn if factor else x.dtype)
     first, second, third = TANH_TERMS if tanh else TERMS
-    grid = (-(-x.numel() // FORWARD["ELEMENTS"]),)
+    grid = (-(-rows // FORWARD["ROWS"]), -(-width // FORWARD["COLUMNS"]))
     launch(
         gelu_forward_kernel,
         grid,
         gemm_out=x.contiguous(),
         bias=bias,
         output=y,
-        size=x.numel(),
+        rows=rows,
         FIRST=first,
         SECOND=second,
         THIRD=third,
         LAST=LAST,
         FACTOR=factor,
         MAX=fp8.E4M3_MAX,
-        WIDTH=len(bias),
+        WIDTH=width,
         **FORWARD,
     )
     return y
@@ -270,7 +287,7 @@ def gelu_forward_kernel(
     gemm_out,
     bias,
     output,
-    size,
+    rows,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
@@ -278,23 +295,39 @@ def gelu_forward_kernel(
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
     WIDTH: tl.constexpr,
-    ELEMENTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """Compute GELU, with the bias added, of ELEMENTS of `gemm_out`, which has `size` in all.
+    """Compute GELU, with the bias added, of COLUMNS columns of ROWS rows of `gemm_out`.
 
-    With a FACTOR it is multiplied by that and clamped to ±MAX. All tensors are contiguous, in rows
-    of WIDTH.
+    With a FACTOR it is multiplied by that, and becomes ±MAX beyond it. All tensors are contiguous,
+    `bias` [WIDTH], the others [rows, WIDTH].
     """
-    at = tl.program_id(0) * ELEMENTS + tl.arange(0, ELEMENTS)
-    inside = at < size
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    in_width = column < WIDTH
+    at = row * WIDTH + column
+    inside = (row < rows) & in_width
+    # Read first, since all threads wait for each other when they share out the bias.
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
-    x += tl.load(bias + at % WIDTH, mask=inside, other=0.0).to(tl.float32)
-    square = tl.minimum(x * x, LAST)
-    cdf = tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
-    value = (x * cdf).to(gemm_out.dtype.element_ty)
+    x += tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
+    value = x * cdf_kernel(x, tl.minimum(x * x, LAST), FIRST, SECOND, THIRD)
+    value = value.to(gemm_out.dtype.element_ty)
     if FACTOR != 0.0:
-        value = tl.clamp(value.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
-    tl.store(output + at, value.to(output.dtype.element_ty), mask=inside)
+        value = in_8_bits(value, FACTOR, MAX, output.dtype.element_ty)
+    tl.store(output + at, value, mask=inside)
+
+
+@jit
+def cdf_kernel(x, square, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr):
+    """Return the normal distribution's cdf at fp32 x, as _cdf does, from its clamped square."""
+    if INTERPRETED:
+        return tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
+    else:
+        power = x * (-LOG2_E * FIRST + square * (-LOG2_E * SECOND + square * (-LOG2_E * THIRD)))
+        return tl.inline_asm_elementwise(
+            SIGMOID, "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1
+        )
 
 
 @jit
@@ -337,14 +370,14 @@ def gelu_backward_kernel(
         x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
         x_grad = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         square = tl.minimum(x * x, LAST)
-        cdf = tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
+        cdf = cdf_kernel(x, square, FIRST, SECOND, THIRD)
         slope = FIRST + square * (3 * SECOND + square * (5 * THIRD))
         x_grad *= cdf * (1 + x * (1 - cdf) * slope)
         rounded = x_grad.to(gemm_grad.dtype.element_ty)
         tl.store(gemm_grad + at, rounded, mask=inside)
         if FACTOR != 0.0:
-            scaled = tl.clamp(rounded.to(tl.float32) * FACTOR, -MAX, MAX, tl.PropagateNan.ALL)
-            tl.store(gemm_grad8 + at, scaled.to(gemm_grad8.dtype.element_ty), mask=inside)
+            rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
+            tl.store(gemm_grad8 + at, rounded8, mask=inside)
             tl.store(output + at, (x * cdf).to(output.dtype.element_ty), mask=inside)
         bias_sum += x_grad
     tl.store(partials + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
