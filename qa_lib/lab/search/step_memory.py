@@ -262,7 +262,7 @@ class StepMemory:
         and the gradients of these and of their input. The inputs of the last layer norm and of the
         head come to it.
         """
-        if self.settings.loss != "native" or self.settings.engine == "searched":
+        if self.settings.loss != "native":
             return self._loss_in_parts()
         if self.is_fused:
             copies = 3 if self.settings.by_trainer else 1
