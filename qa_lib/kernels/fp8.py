@@ -165,7 +165,7 @@ def cast_kernel(x, x8, size, FACTOR: tl.constexpr, MAX: tl.constexpr, ELEMENTS: 
 def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexpr):
     """Return values times FACTOR in an 8-bit type, ±MAX where they are beyond it; NaN stays.
 
-    A GPU's conversion clamps them itself (`cvt` with `satfinite`), and Triton's interpreter's does
+    A GPU's conversion clamps them itself (cvt with satfinite), and Triton's interpreter's does
     not.
     """
     value = value.to(tl.float32) * FACTOR

@@ -5,9 +5,10 @@ computes by the error function. A kernel so written has 38 instructions an eleme
 gradient, so that even one that only reads and writes 16-bit numbers waits for its arithmetic. The
 logit of that cdf, log(P(x) / P(-x)), is an odd function that a polynomial of three terms meets; a
 sigmoid, one power and one reciprocal, which the GPU has instructions for, takes it back: 15
-instructions and 40. (Instructions of the whole kernels, as Triton 3.6 compiles them for sm_90.) On
-a T4 the same kernel waits for its memory, whose rate is a fifteenth of an H200's: there is nothing
-to gain there. It compiles for one, though: for compute capability 7.5 and newer.
+instructions and 40. (All instructions of each kernel in bf16, as Triton 3.6 compiles it for sm_90,
+over the elements that a thread has at a time.) On a T4 the same kernel waits for its memory, whose
+rate is a fifteenth of an H200's: there is nothing to gain there. It compiles for one, though: for
+compute capability 7.5 and newer.
 
 The bias of the linear layer before it is added here too, and the forward pass is one kernel. The
 backward kernel writes the gradient of the layer's output and sums it over the tokens in registers,

@@ -250,7 +250,9 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
 # are what was so before, so that such a field counts in a digest only where it differs.
 LATER = {
     "preset": {"max_answer_length": DEFAULT_PRESET["max_answer_length"]},
-    "settings": {"loss_padding": DEFAULT_SETTINGS["loss_padding"]},
+    "settings": {
+        name: DEFAULT_SETTINGS[name] for name in ("loss_padding", "attention_projections")
+    },
 }
 
 

@@ -38,7 +38,7 @@ def unpredicted(spec: Spec) -> str | None:
         return why.format("training on rounded weights")
     if spec.settings.engine == "searched":
         # Of BERT two tenths too little were predicted at 32 samples, and four tenths at 8.
-        return why.format("the plain rival that a search found")
+        return why.format("the searched rival")
     model_type = config_of(spec).model_type
     if not find_encoder(model_type, spec.model_source, spec.preset.task).memory_known:
         return why.format(model_type)
