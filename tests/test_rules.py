@@ -67,7 +67,8 @@ def test_every_value_that_a_rule_compares_exists():
 
 
 def test_every_setting_that_a_rule_reads_exists():
-    known = {*FIELDS, "by_rival", "by_trainer", "half_weights", "has_adapters", "chunks"}
+    properties = {name for name, value in vars(Settings).items() if isinstance(value, property)}
+    known = {*FIELDS, *properties}
     read = {
         node.attr
         for node in ast.walk(RULES)

@@ -21,6 +21,7 @@ another's, so that results are equal in every run. It is for GPUs of compute cap
 newer.
 """
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
@@ -45,6 +46,8 @@ except ImportError:
 # Whether kernels run in Triton's interpreter, which has neither the GPU's own instructions nor
 # conversions to 8 bits that saturate.
 INTERPRETED = tl.constexpr(knobs is not None and knobs.runtime.interpret)
+
+LOG2_E = math.log2(math.e)  # GPUs have an instruction for powers of 2
 
 SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, and its warps
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}

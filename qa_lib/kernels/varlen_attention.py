@@ -43,13 +43,21 @@ On a CPU the same mathematics in plain PyTorch takes the kernel's place, with th
 is what the tests hold the kernel to.
 """
 
-import math
 from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import custom_op, hash32, hash32_kernel, jit, launch, sum_partials, tl
+from qa_lib.kernels.common import (
+    LOG2_E,
+    custom_op,
+    hash32,
+    hash32_kernel,
+    jit,
+    launch,
+    sum_partials,
+    tl,
+)
 from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
@@ -59,8 +67,6 @@ BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg":
 DELTA = {"TOKENS": 64, "num_warps": 4}
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
-
-LOG2_E = math.log2(math.e)
 
 
 class RelativeBias(NamedTuple):
@@ -126,7 +132,8 @@ def varlen_attention_and_copy(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
 
-    It is for linear layers in 8 bits before and after it, and not for PyTorch's compiler.
+    Call it where the linear layers before and after attention are in 8 bits, and nothing is
+    compiled by PyTorch.
     `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2.
     """
     if not qkv.is_cuda:

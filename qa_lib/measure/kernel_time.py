@@ -23,15 +23,14 @@ class KernelTime(Hooks):
         self.begin = steps - untimed_steps
         self.end = steps
         self.kernel_ms: float | None = None
-        self.started = False  # and stays so where a run is resumed within its last steps
-        self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
+        self.profiler = None  # until `begin`, or for good where a run is resumed after it
 
     def finished(self, steps: int) -> None:
         if steps == self.begin:
             torch.cuda.synchronize()  # so that what the steps before it launched is not seen
+            self.profiler = torch.profiler.profile(activities=[ProfilerActivity.CUDA])
             self.profiler.start()
-            self.started = True
-        elif steps == self.end and self.started:
+        elif steps == self.end and self.profiler is not None:
             torch.cuda.synchronize()
             self.profiler.stop()
             self.kernel_ms = self._read()

@@ -33,7 +33,7 @@ class Hooks:
     derive from this class, and do more with either.
     """
 
-    untimed_steps = 0  # of the last ones, in which these hooks disturb what is measured
+    untimed_steps = 0  # at the end of a training, since these hooks disturb them
 
     @contextlib.contextmanager
     def phase(self, name: str):
@@ -98,11 +98,11 @@ class StepCounts(NamedTuple):
 class Meter:
     """Times every optimizer step and counts what it processed.
 
-    Of this process's steps the first `warm_up` are not measured, nor those after the step `until`.
+    The first `warm_up` steps of this process are not measured, nor those after its step `until`.
     Time and energy are of the stretches from `resume` to `flush`, and not of the pauses between
-    them. At the end of each, which in a run
-    is each second, the GPU is asked how busy it has been. Its memory peak counts from step
-    `peak_from` on, after which compilation allocates no more.
+    them. At the end of each stretch, which in a run is each second, the GPU is asked how busy it
+    has been. Its memory peak counts from step `peak_from` on, after which compilation allocates no
+    more.
     """
 
     def __init__(

@@ -6,10 +6,11 @@ Distances share 32 *buckets*, 16 for each direction: one for each distance below
 and from 91 tokens on all have one. There are no token types, and positions count from 2 on.
 
 transformers has eager attention alone for it, in layers whose parts have other names than BERT's.
-`replace_layers` puts its weights into transformers' own BertLayers, which call any kernel by name
-and hand on what they do not know. `use_bert_layers` does that to the lab's model for questions, and
-`plain_state` gives back the names of a checkpoint; in one's own code (own/speed_up.py) any head
-stays as it is, and `keep_names` has the model itself know the checkpoint's names.
+`replace_layers` puts its weights into transformers' own BertLayers, which call a kernel of
+attention by its name and give it the arguments that they do not know. The lab's model for questions
+is changed by `use_bert_layers`, and `plain_state` gives its parameters the names of a checkpoint.
+In one's own code (own/speed_up.py) any head stays as it is, and `keep_names` has the model itself
+read and write the checkpoint's names.
 
 Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
 attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
@@ -26,7 +27,8 @@ from transformers.models.mpnet import modeling_mpnet
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from qa_lib.errors import UserError
-from qa_lib.kernels.varlen_attention import LOG2_E, RelativeBias, relative_scores
+from qa_lib.kernels.common import LOG2_E
+from qa_lib.kernels.varlen_attention import RelativeBias, relative_scores
 
 # Distances of so many tokens and more have the last bucket.
 REACH = 128
@@ -83,10 +85,10 @@ class Encoder(MPNetEncoder):
         output_hidden_states=False,
         **kwargs,
     ):
-        """Return hidden states [batch, tokens, width] for such, and those between all layers.
+        """Return hidden states [batch, tokens, width] for such, and a tuple of those of each layer.
 
-        Samples have a mask or segments. The second is a tuple, or None where it was not asked for.
-        Other arguments are handed on to the attention.
+        The tuple begins with the input, and is None unless `output_hidden_states` asks for it.
+        Padded samples have a mask, and packed ones segments. Other arguments go to the attention.
         """
         mask = None
         if segments is None:

@@ -47,6 +47,7 @@ from transformers import (
     TrainingArguments,
 )
 
+from qa_lib.data.batches import ROUND_TUNED, round_up
 from qa_lib.own.graphed_step import GraphedStep
 from qa_lib.own.packed_model import Rooted, take_packed
 from qa_lib.own.packing import IGNORED, PackedCollator, pack
@@ -78,7 +79,6 @@ SIZES = {
 RATE = 5e-5
 CLIP = 1.0
 FIRST_TOKEN = 10  # of random ones
-FEW_LENGTHS = 64  # the tuned Trainer's batches are padded to multiples of so many tokens
 EXAMPLE = """\
 examples, which take a BERT-base where there is a GPU: all ways, and two of them in one round
   python -m qa_lib.own.bench --task paragraphs
@@ -105,8 +105,7 @@ def padded(samples: list[dict], multiple: int = 1) -> dict[str, torch.Tensor]:
 
     It has a multiple of `multiple` tokens.
     """
-    longest = max(len(sample["input_ids"]) for sample in samples)
-    longest += -longest % multiple
+    longest = round_up(max(len(sample["input_ids"]) for sample in samples), multiple)
     batch = {"input_ids": [], "attention_mask": [], "labels": []}
     for sample in samples:
         length = len(sample["input_ids"])
@@ -284,8 +283,7 @@ def batches_of_each_length(samples: list[dict], batch: int) -> list[int]:
 
     Lengths that no batch can have, since fewer samples than a batch are that short, are left out.
     """
-    lengths = np.array([len(sample["input_ids"]) for sample in samples])
-    lengths += -lengths % FEW_LENGTHS
+    lengths = round_up(np.array([len(sample["input_ids"]) for sample in samples]), ROUND_TUNED)
     order = lengths.argsort(kind="stable")
     lengths = lengths[order]
     numbers = []
@@ -342,7 +340,7 @@ def time_tuned_trainer(
         samples,
         arguments,
         measured,
-        functools.partial(padded, multiple=FEW_LENGTHS),
+        functools.partial(padded, multiple=ROUND_TUNED),
         bf16=True,
         optim="adamw_torch_fused",
         train_sampling_strategy="group_by_length",

@@ -17,22 +17,22 @@ def code_version() -> dict:
     """Return the `commit` of this package's checkout, whether it is `dirty`, and the `digest`.
 
     The digest is of the code that this process has loaded. Commit and dirty are None where git does
-    not tell. $QA_LIB_COMMIT, where it is set, gives the commit: for
-    code that was copied without its history, or into a checkout of an older commit. Whether that
-    code was changed is then not known. Raises RecordError for a commit that is no whole hash.
+    not tell. $QA_LIB_COMMIT, where it is set, gives the commit: for code that was copied without
+    its history, or into a checkout of an older commit. Whether that code was changed is then not
+    known. Raises RecordError for a commit that is no whole hash.
     """
+    version = {"commit": None, "dirty": None, "digest": CODE.digest}
     named = os.environ.get("QA_LIB_COMMIT")
     if named:
         if not re.fullmatch(r"[0-9a-f]{40}", named):
             raise RecordError(
                 f"QA_LIB_COMMIT={named!r} is not a commit's whole hash, 40 hexadecimal digits"
             )
-        return {"commit": named, "dirty": None, "digest": CODE.digest}
+        return version | {"commit": named}
     try:
-        commit = _git("rev-parse", "HEAD")
-        return {"commit": commit, "dirty": _is_code_changed(), "digest": CODE.digest}
+        return version | {"commit": _git("rev-parse", "HEAD"), "dirty": _is_code_changed()}
     except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None, "digest": CODE.digest}
+        return version
 
 
 def _is_code_changed() -> bool:

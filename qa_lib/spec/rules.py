@@ -495,11 +495,7 @@ class Requirement:
 def requirements(settings: Settings) -> Iterator[Requirement]:
     """Yield what settings need of a machine."""
     uses_bf16 = settings.precision in ("bf16", "pure-bf16")
-    uses_fp8 = (
-        settings.feed_forward == "fp8"
-        or settings.attention_projections == "fp8"
-        or settings.loss == "chunked-fp8"
-    )
+    uses_fp8 = settings.has_8_bit_layers or settings.loss == "chunked-fp8"
     uses_triton_attention = settings.attention in ("triton-varlen", "triton-causal")
     uses_triton = (
         uses_triton_attention
@@ -609,11 +605,7 @@ def adjust(settings: Settings, machine: Machine) -> tuple[Settings, list[str]]:
 def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, object, str]]:
     """Yield each setting that has another value on this machine, the value, and why."""
     # These settings run on a GPU alone: without one `missing` refuses them, as they were asked for.
-    is_for_gpu = (
-        settings.feed_forward == "fp8"
-        or settings.attention_projections == "fp8"
-        or settings.attention in ("flash", "efficient")
-    )
+    is_for_gpu = settings.has_8_bit_layers or settings.attention in ("flash", "efficient")
     if not machine.gpus and not is_for_gpu:
         if settings.precision != "fp32":
             yield "precision", "fp32", f"since {settings.precision} autocast needs a GPU"

@@ -163,6 +163,11 @@ class Settings:
         return self.engine in ("plain", "searched")
 
     @property
+    def has_8_bit_layers(self) -> bool:
+        """Whether linear layers have their GEMMs in 8-bit floats."""
+        return "fp8" in (self.feed_forward, self.attention_projections)
+
+    @property
     def half_weights(self) -> bool:
         """Whether weights and gradients are in half precision, over masters in the optimizer."""
         return self.optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit")

@@ -173,18 +173,13 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
     import torch._inductor.compile_fx  # noqa: F401
 
 
-def compile_kernels(
-    forward: Callable[[], torch.Tensor],
-    model: torch.nn.Module,
-    prepare: Callable[[], None] = lambda: None,
-) -> None:
+def compile_kernels(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> None:
     """Have Triton compile all kernels of a step at once, before the first of them runs.
 
     It is for models without a compiler, which would ask for them (kernels/common.py). `forward`
-    returns the loss; it and the backward pass run among fake tensors, after `prepare`.
+    returns the loss; it and the backward pass run among fake tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):
-        prepare()
         trained = [p for p in model.parameters() if p.requires_grad]
         torch.autograd.grad(forward(), trained, allow_unused=True)
 

@@ -76,7 +76,9 @@ class OptimizerStep:
             forward = ChunkedLossOf(forward, fp8=settings.loss == "chunked-fp8")
         self.forward = self.strategy.wrapped(forward)
         # A compiler casts each weight by itself; some strategies wait for weights within the pass.
-        self.casts_ahead = settings.compile == "none" and settings.parallel == "none"
+        self.casts_ahead = (
+            settings.has_8_bit_layers and settings.compile == "none" and settings.parallel == "none"
+        )
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
         # The cudagraphs backend returns gradients in memory which its next replay writes over.
         # Where another micro-batch must add to them, they need memory of their own, for the
@@ -174,8 +176,13 @@ def train(
     if device.type == "cuda" and settings.compile == "none" and settings.norms == "fused":
         first_samples = ranks.local_micro_batches(batches.step(0))[0]
         inputs = batches.collate(first_samples, device)
+
+        def forward() -> torch.Tensor:
+            step.cast_weights()
+            return step.forward(**inputs)
+
         with precision.autocast():
-            compile_kernels(lambda: step.forward(**inputs), model, step.cast_weights)
+            compile_kernels(forward, model)
     # The memory's peak counts from the step after which compilation allocates no more. The
     # cudagraphs backend records its graphs in the first, and a replay allocates nothing that would
     # be seen.

@@ -37,7 +37,7 @@ def unpredicted(spec: Spec) -> str | None:
     if spec.settings.qat != "none":
         return why.format("training on rounded weights")
     if spec.settings.engine == "searched":
-        # Of BERT two tenths too little were predicted at 32 samples, and four tenths at 8.
+        # The estimate was a fifth too low for BERT at 32 samples, and two fifths at 8.
         return why.format("the searched rival")
     model_type = config_of(spec).model_type
     if not find_encoder(model_type, spec.model_source, spec.preset.task).memory_known:
