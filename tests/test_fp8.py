@@ -8,7 +8,7 @@ import torch
 
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.kernels import common, fp8, fused_norm
-from qa_lib.kernels.gelu import gelu
+from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
@@ -23,6 +23,9 @@ from qa_lib.model.fused_blocks import (
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import DEVICE, relative, with_gradients
 from tests.tiny import checkpoint, packed_model, planned
+
+WIDTH = TINY_CONFIG["hidden_size"]
+LAYERS = TINY_CONFIG["num_hidden_layers"]
 
 
 @pytest.fixture
@@ -145,7 +148,9 @@ def test_a_feed_forward_block_hands_on_8_bits_that_either_half_would_have_made(
 
     by_halves = results_of(lambda x: second(gelu(first(x), first.bias)))
     whole = torch.compile(lambda x: second(intermediate(x)), backend=backend, fullgraph=True)
-    assert all(map(torch.equal, results_of(whole), by_halves))
+    # The halves round to bf16 first, which gives some numbers another neighbour in 8 bits.
+    for found, expected in zip(results_of(whole), by_halves, strict=True):
+        assert relative(found, expected) < 0.03
 
 
 def test_a_feed_forward_block_does_not_keep_what_gelu_has_given(drawn, feed_forward):
@@ -156,6 +161,101 @@ def test_a_feed_forward_block_does_not_keep_what_gelu_has_given(drawn, feed_forw
         second(intermediate(x))
     wide = [tuple(t.shape) for t in kept if t.dtype == torch.bfloat16 and 128 in t.shape]
     assert wide == [(64, 128), (128,)], "GELU's input, and the bias"
+
+
+# The gradients of weights in 8 bits.
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+def test_8_bits_are_turned_and_their_rows_filled_up_to_a_multiple_of_16(rows):
+    x8 = fp8.in_e5m2(torch.randn(rows, 3), 64.0)
+    turned8 = fp8.turned(x8)
+    assert turned8.shape == (3, 16)
+    assert turned8.is_contiguous()
+    assert_same_numbers(turned8[:, :rows], x8.t())
+    assert not turned8[:, rows:].float().any()
+
+
+@pytest.mark.parametrize("rows", [64, 37], ids="rows={}".format)
+def test_a_weights_gradient_in_8_bits_is_close_to_that_in_bf16_and_nothing_else_changes(
+    drawn, rows
+):
+    x, grad, _, in_fp8 = drawn
+    x, grad = x.flatten(0, 1)[:rows], grad.flatten(0, 1)[:rows]
+    wanted = run(copy.deepcopy(in_fp8), x, grad)
+    in_fp8.weight_grad8 = True
+    found = run(in_fp8, x, grad)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])
+    assert torch.equal(found[3], wanted[3])
+    assert 0.005 < relative(found[2], wanted[2]) < 0.08
+
+
+def test_a_transposed_weight_gets_the_same_gradient_in_8_bits(drawn):
+    x, grad, native, _ = drawn
+
+    def product(x, weight):
+        return fp8.fp8_linear(x, weight, native.bias, weight_grad8=True)
+
+    transposed = native.weight.t().contiguous().t()
+    results = with_gradients(product, [x, native.weight], grad)
+    assert all(map(torch.equal, with_gradients(product, [x, transposed], grad), results))
+
+
+def test_a_layer_with_such_a_gradient_keeps_no_input_in_bf16(drawn):
+    x, _, _, in_fp8 = drawn
+    in_fp8.weight_grad8 = True
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(kept.append, id):
+        in_fp8(x.requires_grad_())
+    assert {tensor.dtype for tensor in kept} == {torch.float8_e4m3fn}
+
+
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_a_feed_forward_block_has_its_weights_gradients_in_8_bits(
+    drawn, feed_forward, is_transposed
+):
+    x, *_ = drawn
+    first, _, second = feed_forward
+    up, down = first.weight.detach(), second.weight.detach()
+    if is_transposed:
+        up, down = up.t().contiguous().t(), down.t().contiguous().t()
+    inputs = [x, up, first.bias.detach(), down]
+    grad = torch.randn(2, 32, 64).bfloat16() * 1e-4
+
+    def block(weight_grad8):
+        def outputs(x, up, bias, down):
+            return fp8_feed_forward(
+                x, up, bias, False, down=down, last=None, weight_grad8=weight_grad8
+            )
+
+        return outputs
+
+    y, x_grad, up_grad, bias_grad, down_grad = with_gradients(block(True), inputs, grad)
+    wanted = with_gradients(block(False), inputs, grad)
+    assert torch.equal(y, wanted[0])
+    assert torch.equal(x_grad, wanted[1])
+    assert torch.equal(bias_grad, wanted[3])
+    assert 0.005 < relative(up_grad, wanted[2]) < 0.08
+    assert 0.005 < relative(down_grad, wanted[4]) < 0.08
+
+
+def test_a_model_has_8_bits_in_the_gradients_of_all_weights_but_those_after_attention():
+    model = build_model(planned("E-fp8-gradients"))
+    names = [
+        name for name, module in model.named_modules() if getattr(module, "weight_grad8", False)
+    ]
+    ends = ("attention.self.qkv", "intermediate.dense", "output.dense")
+    assert len(names) == 3 * LAYERS
+    assert all(name.endswith(ends) for name in names)
+    assert not any(name.endswith("attention.output.dense") for name in names)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("shape", [(64, 64), (70, 3), (1, 200)], ids=str)
+def test_one_kernel_turns_8_bits(shape):
+    x8 = fp8.in_e4m3(torch.randn(shape), 16.0)
+    assert_same_numbers(fp8._turned(x8.to(DEVICE)).cpu(), fp8.turned(x8))
 
 
 # The linear layers before and after attention.
@@ -175,9 +275,12 @@ def loss_and_gradients(variant: str, folder=None, compiles=False, **settings) ->
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
-def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(kind, tmp_path):
+@pytest.mark.parametrize("variant", ["E-fp8-all", "E-fp8-gradients"])
+def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(
+    kind, variant, tmp_path
+):
     folder = checkpoint(kind, tmp_path)
-    found = loss_and_gradients("E-fp8-all", folder)
+    found = loss_and_gradients(variant, folder)
     native = loss_and_gradients("E-uncompiled", folder)
     assert list(found) == list(native)
     assert None not in found.values()
@@ -187,9 +290,10 @@ def test_a_model_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(k
     torch.testing.assert_close(found["loss"], native["loss"], atol=0.02, rtol=0.02)
 
 
-def test_the_compiler_traces_linear_layers_in_8_bits_as_one_graph():
-    compiled = loss_and_gradients("E-fp8-all", compiles=True)
-    torch.testing.assert_close(compiled, loss_and_gradients("E-fp8-all"), atol=1e-4, rtol=0.02)
+@pytest.mark.parametrize("variant", ["E-fp8-all", "E-fp8-gradients"])
+def test_the_compiler_traces_linear_layers_in_8_bits_as_one_graph(variant):
+    compiled = loss_and_gradients(variant, compiles=True)
+    torch.testing.assert_close(compiled, loss_and_gradients(variant), atol=1e-4, rtol=0.02)
 
 
 @pytest.mark.parametrize(("variant", "in_8_bits"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
@@ -276,7 +380,7 @@ def casts(monkeypatch) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
-@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
+@pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all", "E-fp8-gradients"])
 def test_operands_that_are_handed_on_are_those_that_a_cast_would_make(
     kind, variant, tmp_path, request
 ):
@@ -290,10 +394,6 @@ def test_layers_that_are_computed_again_have_the_gradients_of_others(copies_as_o
     once = loss_and_gradients("E-fp8-all")
     again = loss_and_gradients("E-fp8-all", activation_checkpointing=True)
     torch.testing.assert_close(again, once, rtol=0, atol=0)
-
-
-WIDTH = TINY_CONFIG["hidden_size"]
-LAYERS = TINY_CONFIG["num_hidden_layers"]
 
 
 @pytest.mark.parametrize("variant", ["E-fp8-uncompiled", "E-fp8-all"])
@@ -322,7 +422,9 @@ def launches(monkeypatch) -> list:
     return kernels
 
 
-@pytest.mark.parametrize(("variant", "shapes"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4)])
+@pytest.mark.parametrize(
+    ("variant", "shapes"), [("E-fp8-uncompiled", 2), ("E-fp8-all", 4), ("E-fp8-gradients", 4)]
+)
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])
 def test_on_a_gpu_a_step_casts_one_operand_and_weights_of_one_shape_at_once(
     kind, variant, shapes, tmp_path, request
@@ -336,7 +438,10 @@ def test_on_a_gpu_a_step_casts_one_operand_and_weights_of_one_shape_at_once(
         return packed(**inputs).loss
 
     compile_kernels(forward, model)
-    assert launches.count(fp8.cast_kernel) == (variant == "E-fp8-all")
+    assert launches.count(fp8.cast_kernel) == (variant != "E-fp8-uncompiled")
+    # Input and gradient of the projections; of the feed-forward block, its input and its gradient.
+    turns = 4 * LAYERS if variant == "E-fp8-gradients" else 0
+    assert launches.count(fp8.turned_kernel) == turns
     assert launches.count(fp8.weights_in_e4m3_kernel) == shapes
     assert launches.count(fused_norm.norm_backward_kernel) == 2 * LAYERS
 
@@ -423,8 +528,9 @@ def test_one_kernel_makes_both_copies_of_several_weights(shape):
     weights8, transposed8 = fp8._weights_in_e4m3([torch.zeros_like(weight), weight, -weight])
     assert weights8.is_contiguous() and transposed8.is_contiguous()
     for factor, weight8, other8 in zip((0, 1, -1), weights8, transposed8, strict=True):
-        assert_same_numbers(weight8, factor * expected.float())
-        assert_same_numbers(other8, factor * expected.float().t())
+        times_factor = expected.float() * factor if factor else torch.zeros_like(expected.float())
+        assert_same_numbers(weight8, times_factor)
+        assert_same_numbers(other8, times_factor.t())
 
 
 # What surrounds the kernels and the product.

@@ -608,7 +608,7 @@ def test_a_norm_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
     _, _, copy8 = fused_norm._BothWays.apply(x, *others, seed, 0.25, EPS)
     assert copy8.numel() == 0
     _, _, _, x_grad8 = fused_norm._norm_backward(
-        grad, None, x, *others[:3], seed, torch.ones(2, 7), 0.25, x.dtype
+        grad, None, x, *others[:3], seed, torch.ones(2, 7, device=DEVICE), 0.25, x.dtype
     )
     assert x_grad8.numel() == 0
 

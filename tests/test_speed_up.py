@@ -367,7 +367,9 @@ def test_frozen_parts_stay_frozen(kind):
 @pytest.mark.parametrize(("kind", "kernel"), [("bert", "flash"), ("mpnet", "block-diagonal")])
 def test_flash_attention_gets_no_bias_by_distance(kind, kernel, monkeypatch):
     """Neither has heads that our own kernel takes, and the query is on a GPU that has both."""
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(major=9, minor=0)
+    )
     query = SimpleNamespace(is_cuda=True, dtype=torch.bfloat16, device="cuda")
     asked = []
 

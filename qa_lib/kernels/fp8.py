@@ -5,8 +5,10 @@ linear layers are two thirds of a layer's multiplications. An 8-bit float has 2 
 mantissa and little range, so that operands are scaled into it first (Micikevicius et al. 2022):
 e4m3 (4 bits of exponent, 3 of mantissa) holds activations and weights, and e5m2, with more range,
 gradients. All GEMMs but one (kernels/linear_cross_entropy.py) take fast sums, which keep about 14
-bits (DeepSeek-V3, 2024, section 3.3.2). The result is bf16. The gradient of the weight stays in
-bf16: it is summed over thousands of tokens, and its error would go straight into the update.
+bits (DeepSeek-V3, 2024, section 3.3.2). The result is bf16. The gradient of the weight may have
+8 bits as well (`weight_grad8`). It is a sum over thousands of tokens, and its error goes straight
+into the update: that GEMM adds up in fp32, which takes 4 % longer. Its operands are the 8-bit ones
+of the other GEMMs turned, [columns, tokens], so that the layer keeps no input in bf16.
 
 A GEMM in 8-bit floats wants its second operand transposed in memory. The forward pass multiplies by
 the weight and the backward pass by its transpose, so that each wants a copy of its own. One kernel
@@ -40,7 +42,7 @@ GRADIENT = 2.0**16
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 
-TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weights_in_e4m3_kernel
+TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weights_in_e4m3_kernel and turned_kernel
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
@@ -49,13 +51,15 @@ def fp8_linear(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     x8: torch.Tensor | None = None,
+    weight_grad8: bool = False,
 ) -> torch.Tensor:
     """Return x W^T + b in bf16 [..., out], for bf16 x [..., in], W [out, in] and b [out] or None.
 
     W may be transposed in memory. A bias that needs no gradient gets none. `x8` is x times
-    ACTIVATION in e4m3, of the same shape, where something has written that already.
+    ACTIVATION in e4m3, of the same shape, where something has written that already. With
+    `weight_grad8` the gradient of W is a GEMM in 8-bit floats.
     """
-    return _Fp8Linear.apply(x, weight, bias, x8, False)
+    return _Fp8Linear.apply(x, weight, bias, x8, weight_grad8, False)
 
 
 def fp8_linear_and_placeholder(
@@ -63,9 +67,10 @@ def fp8_linear_and_placeholder(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     x8: torch.Tensor | None = None,
+    weight_grad8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what fp8_linear does, and a placeholder [rows, out] for its gradient in e5m2."""
-    return _Fp8Linear.apply(x, weight, bias, x8, True)
+    return _Fp8Linear.apply(x, weight, bias, x8, weight_grad8, True)
 
 
 def placeholder_of(rows: torch.Tensor) -> torch.Tensor:
@@ -77,14 +82,15 @@ def placeholder_of(rows: torch.Tensor) -> torch.Tensor:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """The linear layer's GEMMs: the output and the gradient of x in 8 bits, that of W in bf16."""
+    """The linear layer's GEMMs: the output and the gradient of x in 8 bits, that of W if asked."""
 
     @staticmethod
-    def forward(ctx, x, weight, bias, x8, has_placeholder):
+    def forward(ctx, x, weight, bias, x8, weight_grad8, has_placeholder):
         rows = x.reshape(-1, x.shape[-1])
         rows8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8.view(rows.shape)
         weight8, transposed8 = weight_in_e4m3(weight)
-        ctx.save_for_backward(rows, transposed8)
+        ctx.save_for_backward(rows8 if weight_grad8 else rows, transposed8)
+        ctx.weight_grad8 = weight_grad8
         ctx.trains_bias = bias is not None and bias.requires_grad
         ctx.is_transposed = not weight.is_contiguous()
         y_rows = scaled_mm(rows8, weight8.t(), ACTIVATION * WEIGHT, bias)
@@ -103,8 +109,11 @@ class _Fp8Linear(torch.autograd.Function):
             grad8 = in_e5m2(grad_rows, GRADIENT)
         x_grad = scaled_mm(grad8, transposed8.t(), GRADIENT * WEIGHT)
         bias_grad = grad_rows.sum(0) if ctx.trains_bias else None
-        w_grad = weight_grad(grad_rows, rows, ctx.is_transposed)
-        return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad, None, None
+        if ctx.weight_grad8:
+            w_grad = weight_grad_by_8_bits(turned(grad8), turned(rows), ctx.is_transposed)
+        else:
+            w_grad = weight_grad(grad_rows, rows, ctx.is_transposed)
+        return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad, None, None, None
 
 
 def weight_grad(grad: torch.Tensor, rows: torch.Tensor, is_transposed: bool) -> torch.Tensor:
@@ -114,6 +123,69 @@ def weight_grad(grad: torch.Tensor, rows: torch.Tensor, is_transposed: bool) -> 
     transposed in memory if the weight `is_transposed`, so that nobody has to copy it for that.
     """
     return (rows.t() @ grad).t() if is_transposed else grad.t() @ rows
+
+
+def weight_grad_by_8_bits(
+    grad8: torch.Tensor, rows8: torch.Tensor, is_transposed: bool
+) -> torch.Tensor:
+    """Return what weight_grad does, in bf16, of operands in 8 bits that are `turned`.
+
+    `grad8` [out, tokens] is times GRADIENT in e5m2, `rows8` [in, tokens] times ACTIVATION in e4m3.
+    """
+    scale = GRADIENT * ACTIVATION
+    if is_transposed:
+        return scaled_mm(rows8, grad8.t(), scale, fast=False).t()
+    return scaled_mm(grad8, rows8.t(), scale, fast=False)
+
+
+def turned(rows8: torch.Tensor) -> torch.Tensor:
+    """Return 8-bit floats [rows, columns] turned, [columns, padded], and contiguous.
+
+    A GEMM sums over multiples of 16 in 8 bits (`padded_rows`): the rest of the rows are zeros.
+    """
+    if rows8.is_cuda:
+        return _turned(rows8)
+    missing = padded_rows(len(rows8)) - len(rows8)
+    # As integers: not every operator knows 8-bit floats.
+    integers = torch.nn.functional.pad(rows8.view(torch.uint8), (0, 0, 0, missing))
+    return integers.t().contiguous().view(rows8.dtype)
+
+
+def padded_rows(rows: int) -> int:
+    """Return the next multiple of 16."""
+    return -(-rows // 16) * 16
+
+
+@custom_op("qa_lib::turned")
+def _turned(rows8: torch.Tensor) -> torch.Tensor:
+    """Return what turned returns, by the kernel; the rows are on a GPU."""
+    rows, columns = rows8.shape
+    columns8 = rows8.new_empty(columns, padded_rows(rows))
+    grid = (-(-rows // TRANSPOSE["SIZE"]), -(-columns // TRANSPOSE["SIZE"]))
+    launch(
+        turned_kernel,
+        grid,
+        rows8=rows8.contiguous().view(torch.uint8),
+        columns8=columns8.view(torch.uint8),
+        rows=rows,
+        columns=columns,
+        padded=columns8.shape[1],
+        **TRANSPOSE,
+    )
+    return columns8
+
+
+@jit
+def turned_kernel(rows8, columns8, rows, columns, padded, SIZE: tl.constexpr):
+    """Turn one tile, SIZE by SIZE, of `rows8` [rows, columns] into `columns8` [columns, padded].
+
+    Both are contiguous and of one type. What is beyond the rows becomes zero.
+    """
+    row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)[:, None]
+    column = tl.program_id(1) * SIZE + tl.arange(0, SIZE)[None, :]
+    inside = (row < rows) & (column < columns)
+    value = tl.load(rows8 + row * columns + column, mask=inside, other=0)
+    tl.store(columns8 + column * padded + row, value, mask=(row < padded) & (column < columns))
 
 
 def in_e5m2(x: torch.Tensor, factor: float) -> torch.Tensor:

@@ -18,7 +18,9 @@ Where the linear layers on both sides are in 8-bit floats (kernels/fp8.py), the 
 is one function. The forward kernel then writes 8 bits alone, as the next GEMM takes them. The
 second weight's gradient needs GELU's output in bf16: the backward kernel, which has all it takes,
 writes that again, so that a quarter of what a layer would keep for its backward pass is never kept.
-It writes the gradient in 8 bits as well, for the GEMM that follows.
+It writes the gradient in 8 bits as well, for the GEMM that follows. Where the weights' gradients
+have 8 bits too (`weight_grad8`), nobody reads either in bf16: the kernel writes 8 bits alone, the
+gradient both ways and GELU turned, three quarters of the bytes.
 
 The polynomial was fitted to GELU's values v. They are off by a fifth of half a step of bf16 at
 most, that is of 2^-9 |v| + 1e-5; the gradients g by a fifth of 2^-9 |g| + 1e-3. A test holds both
@@ -41,6 +43,9 @@ PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H200
 # bytes that one instruction stores, in each of two rows, which it reads before it computes.
 FORWARD = {"ROWS": 8, "COLUMNS": 512, "num_warps": 4}
 BACKWARD = {"ROWS": 1, "COLUMNS": 1024, "STAGES": 3, "num_warps": 4}
+# The same for the backward kernel where it turns its results: then a tile's columns are stored as
+# rows, and both ways take whole sectors of memory.
+TURNING = {"ROWS": 64, "COLUMNS": 64, "STAGES": 2, "num_warps": 4}
 
 # The polynomial's factors of x, x^3 and x^5, by linear programming over 0 < x < 6.
 TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
@@ -78,14 +83,15 @@ def fp8_feed_forward(
     down: torch.Tensor,
     last: torch.Tensor | None,
     x8: torch.Tensor | None = None,
+    weight_grad8: bool = False,
 ) -> torch.Tensor:
     """Return gelu(x up^T + bias) down^T + last in bf16 [..., width], by GEMMs in 8-bit floats.
 
     All are in bf16: x [..., width], up [inner, width], bias [inner], down [width, inner] and last
-    [width] or None. The weights `up` and `down` may be transposed in memory. `x8` is that of
-    fp8.fp8_linear.
+    [width] or None. The weights `up` and `down` may be transposed in memory. `x8` and
+    `weight_grad8` are those of fp8.fp8_linear.
     """
-    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, False)
+    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, weight_grad8, False)
 
 
 def fp8_feed_forward_and_placeholder(
@@ -96,12 +102,13 @@ def fp8_feed_forward_and_placeholder(
     down: torch.Tensor,
     last: torch.Tensor | None,
     x8: torch.Tensor | None = None,
+    weight_grad8: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what fp8_feed_forward does, and a placeholder [rows, width] for its gradient in e5m2.
 
     kernels/fp8.py says what that is.
     """
-    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, True)
+    return _Fp8FeedForward.apply(x, up, bias, tanh, down, last, x8, weight_grad8, True)
 
 
 class _Gelu(torch.autograd.Function):
@@ -130,14 +137,16 @@ class _Fp8FeedForward(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, up, bias, tanh, down, last, x8, has_placeholder):
+    def forward(ctx, x, up, bias, tanh, down, last, x8, weight_grad8, has_placeholder):
         rows = x.reshape(-1, x.shape[-1])
         rows8 = fp8.in_e4m3(rows, ACTIVATION) if x8 is None else x8.view(rows.shape)
         up8, up_transposed8 = fp8.weight_in_e4m3(up)
         down8, down_transposed8 = fp8.weight_in_e4m3(down)
         scale = ACTIVATION * WEIGHT
         inner = fp8.scaled_mm(rows8, up8.t(), scale)
-        ctx.save_for_backward(rows, inner, bias, up_transposed8, down_transposed8)
+        kept_rows = rows8 if weight_grad8 else rows
+        ctx.save_for_backward(kept_rows, inner, bias, up_transposed8, down_transposed8)
+        ctx.weight_grad8 = weight_grad8
         ctx.tanh = tanh
         ctx.has_last = last is not None
         ctx.up_is_transposed = not up.is_contiguous()
@@ -157,15 +166,26 @@ class _Fp8FeedForward(torch.autograd.Function):
             grad8 = fp8.in_e5m2(grad_rows, GRADIENT)
         scale = GRADIENT * WEIGHT
         gelu_grad = fp8.scaled_mm(grad8, down_transposed8.t(), scale)
-        inner_grad, bias_grad, inner_grad8, output = _backward(
-            gelu_grad, inner, bias, GRADIENT, ctx.tanh
-        )
+        if ctx.weight_grad8:
+            bias_grad, inner_grad8, turned_grad8, output8 = _backward_turned(
+                gelu_grad, inner, bias, ctx.tanh
+            )
+            up_grad = fp8.weight_grad_by_8_bits(
+                turned_grad8, fp8.turned(rows), ctx.up_is_transposed
+            )
+            down_grad = fp8.weight_grad_by_8_bits(
+                fp8.turned(grad8), output8, ctx.down_is_transposed
+            )
+        else:
+            inner_grad, bias_grad, inner_grad8, output = _backward(
+                gelu_grad, inner, bias, GRADIENT, ctx.tanh
+            )
+            up_grad = fp8.weight_grad(inner_grad, rows, ctx.up_is_transposed)
+            down_grad = fp8.weight_grad(grad_rows, output, ctx.down_is_transposed)
         x_grad = fp8.scaled_mm(inner_grad8, up_transposed8.t(), scale)
-        up_grad = fp8.weight_grad(inner_grad, rows, ctx.up_is_transposed)
-        down_grad = fp8.weight_grad(grad_rows, output, ctx.down_is_transposed)
-        last_grad = grad_rows.sum(0) if ctx.has_last else None
         x_grad = x_grad.view(*grad.shape[:-1], -1)
-        return x_grad, up_grad, bias_grad, None, down_grad, last_grad, None, None
+        last_grad = grad_rows.sum(0) if ctx.has_last else None
+        return x_grad, up_grad, bias_grad, None, down_grad, last_grad, None, None, None
 
 
 def _forward(x, bias, factor: float, tanh: bool):
@@ -174,8 +194,8 @@ def _forward(x, bias, factor: float, tanh: bool):
         return _gelu_forward(x, bias, factor, tanh)
     biased = _wide(x) + bias
     cdf, _ = _cdf(biased, tanh)
-    y = (biased * cdf).to(x.dtype)
-    return fp8.in_e4m3(y, factor) if factor else y
+    y = biased * cdf
+    return fp8.in_e4m3(y, factor) if factor else y.to(x.dtype)
 
 
 def _backward(grad, x, bias, factor: float, tanh: bool):
@@ -187,16 +207,31 @@ def _backward(grad, x, bias, factor: float, tanh: bool):
         return _gelu_backward(grad, x, bias, factor, tanh)
     x_grad, bias_grad, y = reference(grad, x, bias, tanh)
     x_grad8 = fp8.in_e5m2(x_grad, factor) if factor else None
-    return x_grad, bias_grad, x_grad8, y
+    return x_grad.to(x.dtype), bias_grad, x_grad8, y.to(x.dtype)
+
+
+def _backward_turned(grad, x, bias, tanh: bool):
+    """Return the gradient of bias, that of x in e5m2, that `turned`, and GELU turned in e4m3.
+
+    `grad` and `x` are [rows, width]. The 8-bit ones are times fp8.GRADIENT and fp8.ACTIVATION.
+    """
+    if x.is_cuda:
+        return _gelu_backward_turned(grad, x, bias, tanh)
+    x_grad, bias_grad, y = reference(grad, x, bias, tanh)
+    x_grad8 = fp8.in_e5m2(x_grad, GRADIENT)
+    return bias_grad, x_grad8, fp8.turned(x_grad8), fp8.turned(fp8.in_e4m3(y, ACTIVATION))
 
 
 def reference(grad, x, bias, tanh=False):
-    """Return the gradients of x and bias, and GELU, in plain PyTorch."""
+    """Return the gradients of x and bias, and GELU, in plain PyTorch.
+
+    The first and the last are in fp32, or in fp64 if x has that type.
+    """
     biased = _wide(x) + bias
     cdf, slope = _cdf(biased, tanh)
     x_grad = grad * cdf * (1 + biased * (1 - cdf) * slope)
     bias_grad = x_grad.flatten(0, -2).sum(0)
-    return x_grad.to(x.dtype), bias_grad.to(bias.dtype), (biased * cdf).to(x.dtype)
+    return x_grad, bias_grad.to(bias.dtype), biased * cdf
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:
@@ -266,19 +301,66 @@ def _gelu_backward(
         bias=bias,
         gemm_grad=x_grad,
         gemm_grad8=x_grad8 if factor else None,
+        turned_grad8=None,
         output=output if factor else None,
+        turned_output8=None,
         partials=partials,
         rows=rows,
+        padded=rows,
         FIRST=first,
         SECOND=second,
         THIRD=third,
         LAST=LAST,
         FACTOR=factor,
         MAX=fp8.E5M2_MAX,
+        OUTPUT_FACTOR=0.0,
+        OUTPUT_MAX=0.0,
         WIDTH=width,
         **BACKWARD,
     )
     return x_grad, sum_partials(partials, bias.dtype), x_grad8, output
+
+
+@custom_op("qa_lib::gelu_backward_turned")
+def _gelu_backward_turned(
+    grad: torch.Tensor, x: torch.Tensor, bias: torch.Tensor, tanh: bool = False
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return what _backward_turned returns, by the kernel; x is on a GPU."""
+    rows, width = x.shape
+    padded = fp8.padded_rows(rows)
+    x_grad8 = x.new_empty(rows, width, dtype=torch.float8_e5m2)
+    turned_grad8 = x.new_empty(width, padded, dtype=torch.float8_e5m2)
+    turned_output8 = x.new_empty(width, padded, dtype=torch.float8_e4m3fn)
+    column_tiles = -(-width // TURNING["COLUMNS"])
+    row_programs = min(-(-rows // TURNING["ROWS"]), -(-2 * PROGRAMS // column_tiles))
+    partials = x.new_empty(row_programs, width, dtype=torch.float32)
+    first, second, third = TANH_TERMS if tanh else TERMS
+    launch(
+        gelu_backward_kernel,
+        (row_programs, column_tiles),
+        grad=grad.contiguous(),
+        gemm_out=x.contiguous(),
+        bias=bias,
+        gemm_grad=None,
+        gemm_grad8=x_grad8,
+        turned_grad8=turned_grad8,
+        output=None,
+        turned_output8=turned_output8,
+        partials=partials,
+        rows=rows,
+        padded=padded,
+        FIRST=first,
+        SECOND=second,
+        THIRD=third,
+        LAST=LAST,
+        FACTOR=GRADIENT,
+        MAX=fp8.E5M2_MAX,
+        OUTPUT_FACTOR=ACTIVATION,
+        OUTPUT_MAX=fp8.E4M3_MAX,
+        WIDTH=width,
+        **TURNING,
+    )
+    return sum_partials(partials, bias.dtype), x_grad8, turned_grad8, turned_output8
 
 
 @jit
@@ -311,10 +393,9 @@ def gelu_forward_kernel(
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
     value = x * cdf_kernel(x, tl.minimum(x * x, LAST), FIRST, SECOND, THIRD)
-    value = value.to(gemm_out.dtype.element_ty)
     if FACTOR != 0.0:
         value = in_8_bits(value, FACTOR, MAX, output.dtype.element_ty)
-    tl.store(output + at, value, mask=inside)
+    tl.store(output + at, value.to(output.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -338,15 +419,20 @@ def gelu_backward_kernel(
     bias,
     gemm_grad,
     gemm_grad8,
+    turned_grad8,
     output,
+    turned_output8,
     partials,
     rows,
+    padded,
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
     LAST: tl.constexpr,
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
+    OUTPUT_FACTOR: tl.constexpr,
+    OUTPUT_MAX: tl.constexpr,
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -354,9 +440,11 @@ def gelu_backward_kernel(
 ):
     """Compute the gradient of COLUMNS columns of every so many rows of `gemm_out`.
 
-    The program's part of the bias's gradient goes into `partials` [programs, WIDTH]. With a FACTOR,
-    the gradient times that goes into `gemm_grad8` and GELU into `output`. All tensors are
-    contiguous, `bias` [WIDTH], the others [rows, WIDTH].
+    The program's part of the bias's gradient goes into `partials` [programs, WIDTH]. The gradient
+    goes into those of `gemm_grad`, `gemm_grad8` and `turned_grad8` that are not None, GELU into
+    `output` or `turned_output8`. The 8-bit ones are times FACTOR and OUTPUT_FACTOR, ±MAX and
+    ±OUTPUT_MAX beyond those. All tensors are contiguous, `bias` [WIDTH], the turned ones [WIDTH,
+    padded] with zeros after the rows, the others [rows, WIDTH].
     """
     program = tl.program_id(0)
     programs = tl.num_programs(0)
@@ -374,11 +462,20 @@ def gelu_backward_kernel(
         cdf = cdf_kernel(x, square, FIRST, SECOND, THIRD)
         slope = FIRST + square * (3 * SECOND + square * (5 * THIRD))
         x_grad *= cdf * (1 + x * (1 - cdf) * slope)
-        rounded = x_grad.to(gemm_grad.dtype.element_ty)
-        tl.store(gemm_grad + at, rounded, mask=inside)
-        if FACTOR != 0.0:
-            rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
-            tl.store(gemm_grad8 + at, rounded8, mask=inside)
-            tl.store(output + at, (x * cdf).to(output.dtype.element_ty), mask=inside)
         bias_sum += x_grad
+        if gemm_grad is not None:
+            tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
+        if gemm_grad8 is not None:
+            x_grad8 = in_8_bits(x_grad, FACTOR, MAX, gemm_grad8.dtype.element_ty)
+            tl.store(gemm_grad8 + at, x_grad8, mask=inside)
+        if output is not None:
+            tl.store(output + at, (x * cdf).to(output.dtype.element_ty), mask=inside)
+        if turned_grad8 is not None:
+            turned_at = column * padded + row
+            in_turned = (row < padded) & in_width
+            tl.store(turned_grad8 + turned_at, x_grad8, mask=in_turned)
+            value = tl.where(inside, x * cdf, 0.0)
+            dtype: tl.constexpr = turned_output8.dtype.element_ty
+            value8 = in_8_bits(value, OUTPUT_FACTOR, OUTPUT_MAX, dtype)
+            tl.store(turned_output8 + turned_at, value8, mask=in_turned)
     tl.store(partials + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)

@@ -407,13 +407,16 @@ class Float8BiasDeferredLinear(BiasDeferredLinear):
     """A BiasDeferredLinear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
 
     in_8_bits = True
+    weight_grad8 = False
 
     def forward(self, x):
-        return fp8_linear(x, self.weight, self.bias.detach(), take_copy(x))
+        return fp8_linear(x, self.weight, self.bias.detach(), take_copy(x), self.weight_grad8)
 
     def with_placeholder(self, x) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the output, and a placeholder for its gradient in e5m2 (kernels/fp8.py)."""
-        return fp8_linear_and_placeholder(x, self.weight, self.bias.detach(), take_copy(x))
+        return fp8_linear_and_placeholder(
+            x, self.weight, self.bias.detach(), take_copy(x), self.weight_grad8
+        )
 
 
 class FusedSelfAttention(nn.Module):

@@ -119,6 +119,8 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
         fused_blocks.use_float8(model)
     if settings.attention_projections == "fp8":
         attention.use_float8_projections(model)
+    if settings.weight_gradients == "fp8":
+        fused_blocks.use_float8_weight_gradients(model)
     if settings.norms == "fused" and not is_decoder:
         fused_blocks.copy_operands(
             model,

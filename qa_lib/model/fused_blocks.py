@@ -219,7 +219,9 @@ def take_copy(x: torch.Tensor) -> torch.Tensor | None:
     return None if torch.compiler.is_compiling() else vars(x).pop("e4m3", None)
 
 
-def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def float8_linear(
+    x, weight: torch.Tensor, bias: torch.Tensor | None = None, weight_grad8: bool = False
+) -> torch.Tensor:
     """Apply fp8_linear, or a whole feed-forward block in 8-bit floats.
 
     It is the block if the first of its linear layers has returned its own arguments as `x`, a
@@ -227,20 +229,36 @@ def float8_linear(x, weight: torch.Tensor, bias: torch.Tensor | None = None) -> 
     """
     if isinstance(x, tuple):
         inputs, inputs8, up, up_bias, tanh = x
-        return fp8_feed_forward(inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8)
-    return fp8_linear(x, weight, bias, take_copy(x))
+        return fp8_feed_forward(
+            inputs,
+            up,
+            up_bias,
+            tanh,
+            down=weight,
+            last=bias,
+            x8=inputs8,
+            weight_grad8=weight_grad8,
+        )
+    return fp8_linear(x, weight, bias, take_copy(x), weight_grad8)
 
 
 def float8_linear_and_placeholder(
-    x, weight: torch.Tensor, bias: torch.Tensor | None
+    x, weight: torch.Tensor, bias: torch.Tensor | None, weight_grad8: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what `float8_linear` does, and return a placeholder for the result's gradient as well."""
     if isinstance(x, tuple):
         inputs, inputs8, up, up_bias, tanh = x
         return fp8_feed_forward_and_placeholder(
-            inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8
+            inputs,
+            up,
+            up_bias,
+            tanh,
+            down=weight,
+            last=bias,
+            x8=inputs8,
+            weight_grad8=weight_grad8,
         )
-    return fp8_linear_and_placeholder(x, weight, bias, take_copy(x))
+    return fp8_linear_and_placeholder(x, weight, bias, take_copy(x), weight_grad8)
 
 
 class FusedIntermediate(nn.Module):
@@ -266,14 +284,17 @@ class FusedIntermediate(nn.Module):
 class Float8Linear(nn.Linear):
     """nn.Linear for bf16 inputs and weights whose GEMMs are in 8-bit floats.
 
-    One that does not add its bias (`adds_bias`) was a LinearWithoutBias.
+    One that does not add its bias (`adds_bias`) was a LinearWithoutBias. `weight_grad8` says
+    whether the gradient of its weight has 8 bits as well.
     """
 
     adds_bias = True
     in_8_bits = True
+    weight_grad8 = False
 
     def forward(self, x):
-        return float8_linear(x, self.weight, self.bias if self.adds_bias else None)
+        bias = self.bias if self.adds_bias else None
+        return float8_linear(x, self.weight, bias, self.weight_grad8)
 
     def with_placeholder(self, x) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the output, and a placeholder for its gradient in e5m2 (kernels/fp8.py).
@@ -283,7 +304,7 @@ class Float8Linear(nn.Linear):
         if torch.compiler.is_compiling():
             return self(x), None
         bias = self.bias if self.adds_bias else None
-        return float8_linear_and_placeholder(x, self.weight, bias)
+        return float8_linear_and_placeholder(x, self.weight, bias, self.weight_grad8)
 
 
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
@@ -292,7 +313,8 @@ def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
     After use_float8 it does what `float8_linear` does.
     """
     if hasattr(linear, "float8"):
-        return float8_linear(x, linear.weight.t())
+        weight_grad8 = getattr(linear, "weight_grad8", False)
+        return float8_linear(x, linear.weight.t(), weight_grad8=weight_grad8)
     return x @ linear.weight
 
 
@@ -340,6 +362,23 @@ def use_float8(model: nn.Module) -> None:
                 linear.float8 = True
             else:
                 to_float8(linear)
+
+
+def use_float8_weight_gradients(model: nn.Module) -> None:
+    """Give the GEMMs of weights' gradients 8-bit operands, in place, after use_float8.
+
+    They are those of the feed-forward blocks, and that of the projections before attention where it
+    has 8 bits. The layer after attention is too narrow: turning its operands takes longer than the
+    GEMM saves.
+    """
+    encoder = encoder_of(model)
+    for layer in layers_of(model):
+        linears = [layer.get_submodule(name) for name in encoder.linears]
+        qkv = getattr(layer.get_submodule(encoder.self_attention), "qkv", None)
+        if getattr(qkv, "in_8_bits", False):
+            linears.append(qkv)
+        for linear in linears:
+            linear.weight_grad8 = True
 
 
 def to_float8(linear: nn.Linear) -> None:

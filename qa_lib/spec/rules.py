@@ -41,6 +41,7 @@ PLAIN_TAKES = {
     "loss": ("native",),
     "feed_forward": ("native",),
     "attention_projections": ("native",),
+    "weight_gradients": ("native",),
     "gelu": ("exact",),
     "qat": ("none",),
     "compile": ("none", "inductor", "reduce-overhead"),
@@ -159,6 +160,9 @@ def _number_format_conflicts(settings: Settings) -> Iterator[str]:
     if settings.attention_projections == "fp8" and not settings.half_weights:
         why = "the 8-bit linear layers take weights in bf16"
         yield _clash(settings, "attention_projections", "optimizer", why)
+    if settings.weight_gradients == "fp8" and settings.feed_forward != "fp8":
+        why = "it takes the 8-bit operands of those linear layers: feed_forward=fp8"
+        yield _clash(settings, "weight_gradients", "feed_forward", why)
 
 
 def _kernel_conflicts(settings: Settings) -> Iterator[str]:

@@ -76,6 +76,10 @@ class Settings:
     """GEMMs of the linear layers before and after attention: in the precision's type | in 8-bit
     floats."""
 
+    weight_gradients: Literal["native", "fp8"] = "native"
+    """GEMMs of the weights' gradients: in the precision's type | in 8-bit floats, in the
+    feed-forward blocks and before attention, where the layers themselves have those."""
+
     gelu: Literal["exact", "sigmoid"] = "exact"
     """GELU of the feed-forward blocks: by the error function | by the sigmoid of a polynomial
     (kernels/gelu.py)."""

@@ -251,7 +251,8 @@ def figures_of(folder: Path) -> list[tuple[str, bytes]]:
 LATER = {
     "preset": {"max_answer_length": DEFAULT_PRESET["max_answer_length"]},
     "settings": {
-        name: DEFAULT_SETTINGS[name] for name in ("loss_padding", "attention_projections")
+        name: DEFAULT_SETTINGS[name]
+        for name in ("loss_padding", "attention_projections", "weight_gradients")
     },
 }
 
