@@ -328,19 +328,6 @@ def test_the_rivals_flex_attention_refuses_dropout():
         rival.flex(None, None, None, None, 1, 0.1)
 
 
-@pytest.mark.parametrize(
-    ("limits", "calls", "runs"),
-    [
-        ([40, 33, 17, 9], 1, [(4, 40)]),
-        ([40, 33, 17, 9], 2, [(2, 40), (2, 24)]),
-        ([40, 33, 17], 2, [(2, 40), (1, 24)]),
-        ([40, 33], 4, [(1, 40), (1, 40)]),
-    ],
-)
-def test_each_run_of_rows_is_as_long_as_its_longest_limit(limits, calls, runs, original):
-    assert MPNet(original, 0.0, limits, calls=calls).runs == runs
-
-
 def test_the_rivals_buckets_are_transformers_own():
     distances = torch.arange(-200, 201)
     expected = mpnet.MPNetEncoder.relative_position_bucket(distances)

@@ -240,6 +240,20 @@ def test_filled_sequences_have_under_one_percent_of_padding_and_every_sample(len
     assert 1 - totals.mean() / 5632 < 0.01
 
 
+@pytest.mark.parametrize(
+    ("limits", "most", "runs"),
+    [
+        ([40, 33, 17, 9], 1, [(4, 40)]),
+        ([40, 33, 17, 9], 2, [(2, 40), (2, 24)]),
+        ([40, 16, 9, 9], 2, [(1, 40), (3, 16)]),
+        ([9, 40, 9], 2, [(1, 16), (2, 40)]),
+        ([40, 33], 9, [(2, 40)]),
+    ],
+)
+def test_samples_are_cut_into_runs_of_the_least_squares(limits, most, runs):
+    assert packing.cut(limits, most, 8) == runs
+
+
 def test_a_sample_longer_than_a_sequence_is_refused():
     with pytest.raises(ValueError, match="61 tokens is longer than 60"):
         packing.fill(np.array([5, 61]), 60)

@@ -22,6 +22,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from qa_lib.peers import packing
 from qa_lib.peers.bert import Layer, answer_loss, block_mask, layer_pairs, random_bytes
 
 BUCKETS = 32  # of distances
@@ -159,8 +160,8 @@ class MPNet(nn.Module):
 
     - `attention`: a name of ATTENTION.
     - `attention_dropout`: the rate within attention, where it is not `dropout`.
-    - `calls`: the number of runs into which the samples of a sequence are cut for attention in
-      rows. Each run is as long as its longest limit, so that limits should fall.
+    - `calls`: the most runs into which the samples of a sequence are cut for attention in rows. The
+      rows of a run are as long as its longest limit, so that limits should fall.
     - `gelu`, `drawn_at_once`: those of Bert.
     """
 
@@ -215,8 +216,7 @@ class MPNet(nn.Module):
         say what sample's place it is and which of its tokens'; `begins` [samples] is where each row
         begins; `buckets` [BUCKETS, width * width] has the buckets of all pairs in the widest row.
         """
-        runs = torch.tensor(limits).tensor_split(min(calls, len(limits)))
-        self.runs = [(len(run), math.ceil(int(run.max()) / ALIGN) * ALIGN) for run in runs]
+        self.runs = packing.cut(limits, calls, ALIGN)
         lengths = torch.tensor([length for count, length in self.runs for _ in range(count)])
         begins = lengths.cumsum(0) - lengths
         sample = torch.repeat_interleave(lengths)

@@ -80,8 +80,8 @@ OPTIONS = {
     # In milliseconds of a step of 32 samples, which takes about 16 with it.
     "mpnet": {
         "attention": {
-            "efficient, 4 calls": {"model": {"calls": 4}},  # -4: rows and masks of 1.8 times
-            "efficient, 8 calls": {"model": {"calls": 8}},  # -4: 1.4 times, but small kernels
+            "efficient, 4 calls": {"model": {"calls": 4}},  # -4: rows and masks of 1.5 times
+            "efficient, 8 calls": {"model": {"calls": 8}},  # -4.5: 1.3 times, but small kernels
             "eager, 4 calls": {"model": {"attention": "eager", "calls": 4}},  # -3
             "eager, 2 calls": {"model": {"attention": "eager", "calls": 2}},  # -1
         },
