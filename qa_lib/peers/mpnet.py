@@ -112,7 +112,7 @@ def efficient(query, key, value, mask, rate: float):
         return F.scaled_dot_product_attention(query, key, value, mask, rate)
     # Named, as SDPA may take cuDNN's kernel, which gives the mask no gradient.
     attend = torch.ops.aten._scaled_dot_product_efficient_attention
-    return attend(query, key, value, mask, torch.is_grad_enabled(), rate)[0]
+    return attend(query, key, value, mask, True, rate)[0]
 
 
 def eager(query, key, value, mask, rate: float):
