@@ -832,6 +832,22 @@ def test_the_sets_of_a_command_line_take_the_place_of_a_search(words, monkeypatc
     ]
 
 
+@pytest.mark.parametrize("peer", search.SHAPES)
+def test_a_search_starts_with_what_its_peer_does_and_ends_with_plain_fp32(
+    peer, monkeypatch, tmp_path
+):
+    run = Mock()
+    found = Mock()
+    monkeypatch.setattr(search, "Runner", lambda *_: run)
+    monkeypatch.setattr(search, "search", found)
+    (tmp_path / "lengths").write_text("30\n50\n")
+    search.main([peer, "--lengths", str(tmp_path / "lengths")])
+    options, alone = search.OPTIONS[peer], search.ALONE[peer]
+    found.assert_called_once_with(run, options, alone, search.START[peer], 0.002)
+    (plain,) = run.call_args_list
+    assert plain.args == ("plain fp32", PLAIN)
+
+
 # A step of a rival.
 
 
