@@ -22,11 +22,13 @@ from qa_lib.model.attention import attention_name, use_varlen_attention
 from qa_lib.model.build import build_model
 from qa_lib.model.load import read_config
 from qa_lib.model.packed import Packed
+from qa_lib.peers import mpnet as rival
 from qa_lib.peers.mpnet import MPNet, bucket_of
 from qa_lib.score.predict import ask, load_qa_model
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.variants import VARIANTS
+from tests.kernels import DEVICE
 from tests.material import edited, refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
@@ -192,25 +194,28 @@ def test_half_precision_is_near_to_whole(padding, original, samples):
 # The rival.
 
 
-def test_the_plain_mpnet_has_the_loss_and_gradients_of_transformers_own(
-    original, samples, of_samples
-):
-    _, expected = of_samples
-    model = ours(original, "eager")
-    peer = MPNet(original, dropout=0.0, longest=max(LENGTHS))
+def rival_of(original, model, limits=LENGTHS, **options) -> MPNet:
+    """The rival without dropout and with the weights of `model`, which has BERT's layers."""
+    peer = MPNet(original, dropout=0.0, limits=list(limits), **options)
     with torch.no_grad():
         for weight, like in peer.pairs(model):
             weight.copy_(like)
-    # After the samples come two tokens of padding, and a segment without any.
+    return peer
+
+
+def packed_inputs(samples) -> dict[str, torch.Tensor]:
+    """The samples in one sequence, then two tokens of padding and a segment without any."""
     ends = [*CU_SEQLENS.tolist(), sum(LENGTHS) + 2, sum(LENGTHS) + 2]
-    loss = peer(
-        input_ids=torch.cat([*samples, torch.tensor([0, 0])])[None],
-        position_ids=torch.cat([torch.arange(length) for length in (*LENGTHS, 2)])[None],
-        cu_seqlens=torch.tensor(ends, dtype=torch.int32),
-        start_positions=ANSWERS,
-        end_positions=ANSWERS,
-    )
-    loss.backward()
+    return {
+        "input_ids": torch.cat([*samples, torch.tensor([7, 8])])[None],
+        "position_ids": torch.cat([torch.arange(length) for length in (*LENGTHS, 2)])[None],
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+        "start_positions": ANSWERS,
+        "end_positions": ANSWERS,
+    }
+
+
+def assert_rivals_gradients(peer, model, expected, atol: float = 1e-5) -> None:
     # A peer that has the gradients in its weights' place tells whose they are.
     of_gradients = copy.deepcopy(peer)
     for parameter, weight in zip(of_gradients.parameters(), peer.parameters(), strict=True):
@@ -218,7 +223,109 @@ def test_the_plain_mpnet_has_the_loss_and_gradients_of_transformers_own(
     names = {id(p): name for name, p in model.named_parameters()}
     for gradient, like in of_gradients.pairs(model):
         name = mpnet.original_name(names[id(like)])
-        torch.testing.assert_close(gradient, expected[name], atol=1e-5, rtol=1e-3, msg=name)
+        torch.testing.assert_close(gradient, expected[name], atol=atol, rtol=1e-3, msg=name)
+
+
+def dense(query, key, value, score_mod, block_mask):
+    """FlexAttention by its definition, which a CPU can differentiate, too."""
+    scores = query @ key.transpose(-2, -1) / query.shape[-1] ** 0.5
+    batch, head, i, j = torch.meshgrid(*map(torch.arange, scores.shape), indexing="ij")
+    scores = score_mod(scores, batch, head, i, j)
+    scores = scores.masked_fill(~block_mask.mask_mod(batch, head, i, j), -torch.inf)
+    return scores.softmax(-1) @ value
+
+
+@pytest.fixture
+def noted_logits(monkeypatch):
+    """The logits [tokens, 2] of each loss that the rival computes."""
+    logits = []
+    loss = rival.answer_loss
+
+    def noting(of_tokens, *words):
+        logits.append(of_tokens.detach())
+        return loss(of_tokens, *words)
+
+    monkeypatch.setattr(rival, "answer_loss", noting)
+    return logits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"calls": 3},
+        {"calls": 9},
+        {"attention": "eager"},
+        {"attention": "eager", "calls": 2},
+        {"attention": "flex"},
+    ],
+    ids=str,
+)
+def test_the_rivals_attention_has_the_logits_and_gradients_of_transformers_own(
+    options, original, samples, of_samples, noted_logits, monkeypatch
+):
+    monkeypatch.setattr(rival, "flex_attention", dense)
+    logits, expected = of_samples
+    model = ours(original, "eager")
+    peer = rival_of(original, model, **options)
+    peer(**packed_inputs(samples)).backward()
+    (found,) = noted_logits
+    torch.testing.assert_close(found[: sum(LENGTHS)].t(), logits, atol=1e-4, rtol=1e-4)
+    assert_rivals_gradients(peer, model, expected)
+
+
+def test_the_rivals_logits_are_those_of_transformers_own_for_padded_samples(
+    original, samples, of_rows, noted_logits
+):
+    _, start_logits, _ = of_rows
+    peer = rival_of(original, ours(original, "eager"), calls=2)
+    peer(**packed_inputs(samples))
+    is_token = padded(samples)["attention_mask"] == 1
+    found = noted_logits[0][: sum(LENGTHS), 0]
+    torch.testing.assert_close(found, start_logits[is_token], atol=1e-4, rtol=1e-4)
+
+
+def test_flex_attention_itself_gives_the_rivals_logits(original, samples, of_samples, noted_logits):
+    """Its gradients need a GPU."""
+    logits, _ = of_samples
+    peer = rival_of(original, ours(original, "eager"), attention="flex")
+    with torch.no_grad():
+        peer(**packed_inputs(samples))
+    torch.testing.assert_close(noted_logits[0][: sum(LENGTHS)].t(), logits, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.skipif(DEVICE.type != "cuda", reason="needs a CUDA GPU")
+@pytest.mark.parametrize("attention", rival.ATTENTION)
+def test_the_rivals_compiled_attention_has_transformers_gradients_on_a_gpu(
+    attention, original, samples, of_samples
+):
+    _, expected = of_samples
+    model = ours(original, "eager")
+    peer = rival_of(original, model, attention=attention).to(DEVICE)
+    peer.compile(dynamic=False)
+    inputs = {name: t.to(DEVICE) for name, t in packed_inputs(samples).items()}
+    peer(**inputs).backward()
+    for parameter in peer.parameters():
+        parameter.grad = parameter.grad.cpu()
+    assert_rivals_gradients(peer.cpu(), model, expected, atol=1e-3)
+
+
+def test_a_row_without_a_token_changes_no_gradient(original, samples, of_samples):
+    """A sequence may have fewer samples than rows."""
+    _, expected = of_samples
+    model = ours(original, "eager")
+    peer = rival_of(original, model, limits=[*LENGTHS, 20])
+    inputs = packed_inputs(samples)
+    inputs["cu_seqlens"] = torch.cat([CU_SEQLENS, CU_SEQLENS[-1:], CU_SEQLENS[-1:] + 2])
+    for name in ("start_positions", "end_positions"):
+        inputs[name] = torch.cat([ANSWERS, torch.tensor([-100])])
+    peer(**inputs).backward()
+    assert_rivals_gradients(peer, model, expected)
+
+
+def test_the_rivals_flex_attention_refuses_dropout():
+    with pytest.raises(ValueError, match="no dropout"):
+        rival.flex(None, None, None, None, 1, 0.1)
 
 
 def test_the_rivals_buckets_are_transformers_own():
@@ -227,10 +334,12 @@ def test_the_rivals_buckets_are_transformers_own():
     assert torch.equal(bucket_of(distances), expected)
 
 
-def test_the_rival_trains(folder, tmp_path):
+@pytest.mark.parametrize("variant", ["E-plain", "E-searched-launched", "E-searched"])
+def test_the_rival_trains(variant, folder, tmp_path):
+    """A CPU captures no graph."""
     sizes = {"steps": 3, "measure_from": 1, "checkpoint_every": 0}
     settings = {"attention": "block-diagonal", "compile": "none", "precision": "fp32"}
-    spec = planned("E-plain", settings=settings, sizes=sizes, model=folder)
+    spec = planned(variant, settings=settings, sizes=sizes, model=folder)
     trained(spec, load_data(spec).samples, tmp_path)
     assert len(set(losses_of(tmp_path))) == 3
 
@@ -300,8 +409,9 @@ def test_a_saved_model_answers_a_question(folder):
 # Variants.
 
 WANTED = (
-    "A0 A1 A1-masked A2 A3 A4 B1 B1-all B2 B3 C1 C2 D1 E-plain E-varlen E-norm E-gelu E-moments "
-    "E-fp8 E-uncompiled E-fp8-uncompiled E-fp8-all E-recompute-8bit P1 P-fsdp"
+    "A0 A1 A1-masked A2 A3 A4 B1 B1-all B2 B3 C1 C2 D1 E-plain E-searched E-searched-launched "
+    "E-varlen E-norm E-gelu E-moments E-fp8 E-uncompiled E-fp8-uncompiled E-fp8-all "
+    "E-recompute-8bit P1 P-fsdp"
 ).split()
 WITHOUT_BIAS = "its scores have a bias by distance, which this kernel of packed sequences has not"
 LACKED = {

@@ -31,8 +31,10 @@ BERT = {
     "num_attention_heads": 2,
     "num_hidden_layers": 2,
 }
+MPNET = BERT | {"pad_token_id": 1}
 LM = {"vocab_size": 97, "n_embd": 32, "n_positions": 16, "n_layer": 2, "n_head": 2}
 EAGER = {"compiled": False}  # of CompiledAdamW, as compiling takes long
+SHAPES = {"bert": BERT, "mpnet": MPNET, "gpt2": LM}
 OWN = {"precision": "bf16", "optimizer": "own", "optimizer_options": EAGER}
 PLAIN = {"precision": "fp32", "compile": "none", "graph": False}
 LENGTHS = np.random.default_rng(0).integers(20, 60, 400)
@@ -49,7 +51,7 @@ def on_one_thread():
 def losses(peer: str, *changes: dict, parts: int = 1, steps: int = 4) -> list[float]:
     """Return the losses of the first steps of PLAIN with these changes, without dropout."""
     setting = merged(PLAIN, *changes)
-    shape = BERT if peer == "bert" else LM
+    shape = SHAPES[peer]
     data = search.Data(peer, shape, 4, parts, setting, LENGTHS)
     batches = data.steps(steps)
     step = search.build(peer, shape, setting, data, batches[0], dropout=0.0, rate=1e-3)
@@ -74,6 +76,27 @@ def test_an_option_of_bert_trains_as_plain_fp32_does(changes):
     wanted = losses("bert")
     assert wanted[-1] < wanted[0]
     assert losses("bert", changes) == pytest.approx(wanted, abs=0.05)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        pytest.param({"model": {"calls": 2}}, id="two calls"),
+        pytest.param({"model": {"attention": "eager"}}, id="eager attention"),
+        pytest.param({"model": {"gelu": "tanh"}}, id="tanh GELU"),
+        pytest.param({"model": {"drawn_at_once": True}}, id="dropout drawn at once"),
+        pytest.param({"packing": "fill", "budget": 256}, id="filled"),
+        pytest.param({"precision": "autocast"}, id="autocast"),
+        pytest.param(OWN, id="stochastic rounding"),
+        pytest.param(OWN | {"model": {"attention": "eager"}}, id="eager attention in bf16"),
+        pytest.param(OWN | {"optimizer_options": EAGER | {"masters": True}}, id="masters"),
+    ],
+)
+def test_an_option_of_mpnet_trains_as_plain_fp32_does(changes):
+    packed = {name: changes[name] for name in ("packing", "budget") if name in changes}
+    wanted = losses("mpnet", packed)
+    assert wanted[-1] < wanted[0]
+    assert losses("mpnet", changes) == pytest.approx(wanted, abs=0.05)
 
 
 @pytest.mark.parametrize(
@@ -215,6 +238,20 @@ def test_filled_sequences_have_under_one_percent_of_padding_and_every_sample(len
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
     assert totals.max() <= 5632
     assert 1 - totals.mean() / 5632 < 0.01
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "runs"),
+    [
+        ([40, 33, 17, 9], 1, [(4, 40)]),
+        ([40, 33, 17, 9], 2, [(2, 40), (2, 24)]),
+        ([40, 16, 9, 9], 2, [(1, 40), (3, 16)]),
+        ([9, 40, 20], 2, [(1, 16), (2, 40)]),
+        ([40, 33], 9, [(2, 40)]),
+    ],
+)
+def test_samples_are_cut_into_runs_of_the_least_squares(limits, most, runs):
+    assert packing.cut(limits, most, 8) == runs
 
 
 def test_a_sample_longer_than_a_sequence_is_refused():
@@ -435,13 +472,18 @@ def like(shape: dict) -> SimpleNamespace:
 
 RIVAL_MODELS = {
     "bert": lambda **options: Bert(like(BERT), 0.1, 64, **options),
+    "mpnet": lambda **options: mpnet.MPNet(like(MPNET), 0.1, [64, 64], **options),
     "gpt2": lambda **options: gpt2.GPT2(like(LM), 0.1, **options),
 }
-KERNELS = {"bert": (bert.ATTENTION, "flash"), "gpt2": (gpt2.ATTENTION, "sdpa")}
+KERNELS = {
+    "bert": (bert.ATTENTION, "flash"),
+    "mpnet": (mpnet.ATTENTION, "efficient"),
+    "gpt2": (gpt2.ATTENTION, "sdpa"),
+}
 
 
 def run_once(model, peer: str) -> None:
-    data = search.Data(peer, BERT if peer == "bert" else LM, 2, 1, merged(PLAIN), LENGTHS)
+    data = search.Data(peer, SHAPES[peer], 2, 1, merged(PLAIN), LENGTHS)
     model(**data.steps(1)[0][0])
 
 
@@ -467,15 +509,20 @@ def test_attention_has_a_rate_of_its_own_or_that_of_all_dropouts_and_none_out_of
 
 
 @pytest.mark.parametrize("rate", [0.0, 0.3])
-def test_the_plain_mpnets_attention_drops_at_its_rate(rate):
+@pytest.mark.parametrize("attention", ["efficient", "eager"])
+def test_the_plain_mpnets_attention_drops_at_its_rate(attention, rate):
     """The mean over many draws is what comes without dropout."""
     torch.manual_seed(0)
     query, key, value = torch.randn(3, 4, 2, 8)
-    layout = torch.tensor([[0, 1, 2, 3]]), torch.arange(4), torch.zeros(1, 2, 4, 4)
-    draws = torch.stack([mpnet.rows(query, key, value, layout, 4, rate) for _ in range(2000)])
+    place = torch.arange(4)
+    layout = mpnet.Rows(token=place, place=place, masks=[torch.zeros(1, 2, 4, 4)])
+
+    def attend(rate):
+        return mpnet.ATTENTION[attention](query, key, value, layout, 4, rate)
+
+    draws = torch.stack([attend(rate) for _ in range(2000)])
     assert (draws.std(0) > 0).all() == (rate > 0)
-    expected = mpnet.rows(query, key, value, layout, 4, 0.0)
-    torch.testing.assert_close(draws.mean(0), expected, atol=0.1, rtol=0)
+    torch.testing.assert_close(draws.mean(0), attend(0.0), atol=0.1, rtol=0)
 
 
 @pytest.mark.parametrize("drawn_at_once", [False, True])
@@ -570,6 +617,20 @@ def test_samples_and_tokens_of_packed_steps_are_counted():
     assert data.tokens == sum(int(end) for end in ends)
     assert data.longest == 64, "the longest of 59 tokens, in tiles of 64"
     assert len(data.steps(1000)) == 400 // 4 // 2, "as many as there are samples for"
+
+
+def test_the_longest_sample_at_each_place_of_a_sequence_is_known():
+    setting = merged(PLAIN, {"packing": "fill", "budget": 256})
+    data = search.Data("mpnet", MPNET, 4, 1, setting, LENGTHS)
+    assert len(data.limits) == data.most
+    for (batch,) in data.steps(1000):
+        lengths = batch["cu_seqlens"].diff()[: data.most]
+        assert (lengths <= torch.tensor(data.limits)).all()
+
+
+def test_mpnet_gets_no_token_types():
+    ((batch,),) = search.Data("mpnet", MPNET, 4, 1, merged(PLAIN), LENGTHS).steps(1)
+    assert "token_type_ids" not in batch
 
 
 def test_samples_and_tokens_of_windows_are_counted():
@@ -769,6 +830,22 @@ def test_the_sets_of_a_command_line_take_the_place_of_a_search(words, monkeypatc
         call("x", BF16, {"graph": False}),
         call("y, profiled", BF16, profile=True),
     ]
+
+
+@pytest.mark.parametrize("peer", search.SHAPES)
+def test_a_search_starts_with_what_its_peer_does_and_ends_with_plain_fp32(
+    peer, monkeypatch, tmp_path
+):
+    run = Mock()
+    found = Mock()
+    monkeypatch.setattr(search, "Runner", lambda *_: run)
+    monkeypatch.setattr(search, "search", found)
+    (tmp_path / "lengths").write_text("30\n50\n")
+    search.main([peer, "--lengths", str(tmp_path / "lengths")])
+    options, alone = search.OPTIONS[peer], search.ALONE[peer]
+    found.assert_called_once_with(run, options, alone, search.START[peer], 0.002)
+    (plain,) = run.call_args_list
+    assert plain.args == ("plain fp32", PLAIN)
 
 
 # A step of a rival.

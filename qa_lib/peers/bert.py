@@ -75,6 +75,17 @@ def dropout(x, rate: float, noise):
     return torch.where(noise >= smallest_kept, x * (256 / (256 - smallest_kept)), 0.0)
 
 
+def random_bytes(layers: int, x):
+    """Return random bytes for the two dropouts of each layer: uint8 [layers, 2, tokens, width].
+
+    x is [tokens, width]. The bytes are drawn as int32, four at a time.
+    """
+    shape = (layers, 2, len(x), x.shape[1] // 4)
+    range32 = torch.iinfo(torch.int32)
+    bits = torch.randint(range32.min, range32.max, shape, dtype=torch.int32, device=x.device)
+    return bits.view(torch.uint8)
+
+
 class Layer(nn.Module):
     """A layer of BERT, from [tokens, width] to the same: attention, then feed-forward."""
 
@@ -233,14 +244,8 @@ class Bert(nn.Module):
         return F.dropout(self.norm(x), self.rate if self.training else 0.0)
 
     def draw(self, x):
-        """Return random bytes for the two dropouts of each layer: uint8 [layers, 2, tokens, width].
-
-        They are drawn as int32, four bytes at a time.
-        """
-        shape = (len(self.layers), 2, len(x), x.shape[1] // 4)
-        range32 = torch.iinfo(torch.int32)
-        bits = torch.randint(range32.min, range32.max, shape, dtype=torch.int32, device=x.device)
-        return bits.view(torch.uint8)
+        """Return random_bytes for the layers of this model; x is what enters the first one."""
+        return random_bytes(len(self.layers), x)
 
     def loss(self, x, cu_seqlens, start_positions, end_positions):
         """Return the mean loss over samples for x, the last layer's output [tokens, width]."""

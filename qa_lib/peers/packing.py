@@ -88,6 +88,32 @@ def tile(tokens: int, multiple: int = 128) -> int:
     return math.ceil(tokens / multiple) * multiple
 
 
+def cut(limits: list[int], most: int, multiple: int) -> list[tuple[int, int]]:
+    """Cut samples, in their order, into at most `most` runs that are padded to one length each.
+
+    `limits` are the most tokens of each sample. Return the number of samples and the length, a
+    multiple of `multiple`, of each run. Of all ways to cut, this is one with the least sum of
+    squared lengths, which is what attention costs, and of those one with the fewest runs, found by
+    dynamic programming over the ends of runs.
+    """
+    # For each number of first samples, the least cost of runs that hold them, and what these are:
+    # first for no run at all, then for one more in each round.
+    best: list[tuple[float, tuple]] = [(0, ())] + [(math.inf, ())] * len(limits)
+    for _ in range(most):
+        extended = best[:1]
+        for end in range(1, len(limits) + 1):
+            candidates = [best[end]]
+            length = 0
+            for begin in reversed(range(end)):
+                length = max(length, tile(limits[begin], multiple))
+                cost, runs = best[begin]
+                samples = end - begin
+                candidates.append((cost + samples * length**2, (*runs, (samples, length))))
+            extended.append(min(candidates, key=lambda found: (found[0], len(found[1]))))
+        best = extended
+    return list(best[-1][1])
+
+
 def sequence(lengths: np.ndarray, budget: int, most: int) -> dict[str, np.ndarray]:
     """Return where samples of these `lengths` lie in a packed sequence of `budget` tokens.
 

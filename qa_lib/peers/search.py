@@ -1,4 +1,6 @@
-"""Search for the quickest rival: `python -m qa_lib.peers.search bert --lengths FILE`, or `gpt2`.
+"""Search for the quickest rival: `python -m qa_lib.peers.search bert --lengths FILE`.
+
+`mpnet` takes such a file as well; `gpt2` takes none.
 
 Each setting is built, compiled and timed in a process of its own and gives a line of JSON: samples
 and tokens a second, milliseconds a step, peak memory, the share of padding, and the loss after some
@@ -9,6 +11,7 @@ broken. This file imports nothing of the library but its neighbours.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -24,8 +27,9 @@ from qa_lib.peers import packing
 from qa_lib.peers.adamw import CompiledAdamW, PublicAdamW
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
+from qa_lib.peers.mpnet import MPNet
 from qa_lib.peers.processes import Measurements
-from qa_lib.peers.search_options import ALONE, OPTIONS, merged, without_defaults
+from qa_lib.peers.search_options import ALONE, OPTIONS, START, merged, without_defaults
 from qa_lib.peers.step import Step, compile_parts
 
 BERT_BASE = {
@@ -38,7 +42,18 @@ BERT_BASE = {
     "num_attention_heads": 12,
     "num_hidden_layers": 12,
 }
+MPNET_BASE = {
+    "hidden_size": 768,
+    "layer_norm_eps": 1e-5,
+    "vocab_size": 30527,
+    "max_position_embeddings": 514,
+    "pad_token_id": 1,
+    "intermediate_size": 3072,
+    "num_attention_heads": 12,
+    "num_hidden_layers": 12,
+}
 GPT2_SMALL = {"vocab_size": 50257, "n_embd": 768, "n_positions": 1024, "n_layer": 12, "n_head": 12}
+SHAPES = {"bert": BERT_BASE, "mpnet": MPNET_BASE, "gpt2": GPT2_SMALL}
 # For tests on a CPU: these sizes in place of those above.
 TINY = {
     "hidden_size": 32,
@@ -62,8 +77,8 @@ FIRST_RANDOM_TOKEN = 10
 class Data:
     """Makes training steps of random text, each a list of `parts` micro-batches in pinned memory.
 
-    For "bert" a micro-batch is a packed sequence of about `size` samples with these `lengths`, for
-    "gpt2" `size` windows. `shape` is the model's config.
+    For "bert" and "mpnet" a micro-batch is a packed sequence of about `size` samples with these
+    `lengths`, for "gpt2" `size` windows. `shape` is the model's config.
     """
 
     def __init__(
@@ -84,7 +99,7 @@ class Data:
         self.samples = 0
         self.tokens = 0  # without padding
         self.padded = 0  # with padding
-        if peer == "bert":
+        if peer != "gpt2":
             lengths = self.draw.permutation(lengths)
             budget = setting["budget"]
             if setting["packing"] == "fill":
@@ -98,6 +113,9 @@ class Data:
             self.budget = budget  # tokens of a sequence
             self.longest = int(packing.tile(lengths.max(), 64))
             self.most = max(len(group) for group in self.groups)  # samples of a sequence
+            # Tokens of the longest sample at each place of a sequence.
+            places = itertools.zip_longest(*self.groups, fillvalue=0)
+            self.limits = [int(max(of_place)) for of_place in places]
 
     def steps(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
         """Return the first `count` steps, or as many as there are samples for."""
@@ -131,10 +149,12 @@ class Data:
         self.padded += self.budget
         arrays |= {
             "input_ids": ids[None],
-            "token_type_ids": (arrays["position_ids"] >= FIRST_CONTEXT_TOKEN).astype(np.int64),
             "start_positions": positions[0],
             "end_positions": positions[1],
         }
+        if self.peer == "bert":
+            is_context = arrays["position_ids"] >= FIRST_CONTEXT_TOKEN
+            arrays["token_type_ids"] = is_context.astype(np.int64)
         return _pinned(arrays)
 
 
@@ -165,6 +185,8 @@ def build(
     like = SimpleNamespace(config=SimpleNamespace(**shape))
     if peer == "bert":
         model = Bert(like, dropout, data.longest, **setting["model"])
+    elif peer == "mpnet":
+        model = MPNet(like, dropout, data.limits, **setting["model"])
     else:
         model = GPT2(like, dropout, **setting["model"])
     with torch.no_grad():
@@ -401,9 +423,11 @@ def search(
 def parse(argv: list[str]) -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(prog="qa_lib.peers.search", description=__doc__)
-    parser.add_argument("peer", choices=("bert", "gpt2"))
+    parser.add_argument("peer", choices=tuple(SHAPES))
     parser.add_argument(
-        "--lengths", type=Path, help="a file of samples' lengths in tokens, one a line; for bert"
+        "--lengths",
+        type=Path,
+        help="a file of samples' lengths in tokens, one a line; not for gpt2",
     )
     parser.add_argument(
         "--out",
@@ -438,7 +462,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="the least gain for which an option is added, as a share (%(default)s)",
     )
     parser.add_argument(
-        "--start", default="[]", help="JSON: a list of changes that all settings have"
+        "--start",
+        help="JSON: a list of changes that all settings have (none; for mpnet what pays for bert)",
     )
     # Not --only: Inductor writes what follows that into the code that it generates.
     parser.add_argument(
@@ -452,14 +477,14 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def main(argv: list[str]) -> None:
     args = parse(argv)
-    shape = BERT_BASE if args.peer == "bert" else GPT2_SMALL
+    shape = SHAPES[args.peer]
     if args.tiny:
         shape = {name: TINY.get(name, value) for name, value in shape.items()}
     lengths = None
-    if args.peer == "bert":
+    if args.peer != "gpt2":
         lengths = np.loadtxt(args.lengths).astype(np.int64)
     run = Runner(args, lengths, shape)
-    start = json.loads(args.start)
+    start = START[args.peer] if args.start is None else json.loads(args.start)
     if args.sets:
         for name, changes in json.loads(args.sets).items():
             if name.endswith("profiled"):
@@ -467,9 +492,9 @@ def main(argv: list[str]) -> None:
             else:
                 run(name, *start, *changes)
         return
+    search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
     reference = {"precision": "fp32", "compile": "none", "graph": False}
     run("plain fp32", reference, blocks=1, block=3)
-    search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
 
 
 if __name__ == "__main__":

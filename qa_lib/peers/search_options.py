@@ -17,11 +17,21 @@ BASE = {
     "blas": None,  # cublaslt
     "packing": "deal",  # deal | fill: see packing.py
     "budget": None,  # tokens of a packed sequence; None: as many as the fullest needs, in tiles
-    "model": {},  # options of Bert or GPT2
+    "model": {},  # options of Bert, MPNet or GPT2
     "optimizer_options": {},  # options of PublicAdamW or CompiledAdamW
 }
 
 STOCHASTIC = {"precision": "bf16", "optimizer": "own"}
+# What the search of a peer starts with: for MPNet all that was found to pay for BERT, so that only
+# its own attention is searched.
+START = {
+    "bert": [],
+    "mpnet": [
+        STOCHASTIC | {"optimizer_options": {"hashed": True, "together": True}},
+        {"compile": "whole", "model": {"drawn_at_once": True}},
+    ],
+    "gpt2": [],
+}
 # The options of the search, by peer and by group; options of one group exclude one another. The
 # comment is what was expected of each before it was measured: milliseconds of a BERT step of 32
 # samples, which takes about 11.5 on an H100, and a share of GPT-2's step.
@@ -66,6 +76,16 @@ OPTIONS = {
             },  # +2 % samples/s: whole waves
         },
     },
+    # Over one call of the memory-efficient kernel, whose masks are 4.4 times what the samples need.
+    # In milliseconds of a step of 32 samples, which takes about 16 with it.
+    "mpnet": {
+        "attention": {
+            "efficient, 4 calls": {"model": {"calls": 4}},  # -4: rows and masks of 1.5 times
+            "efficient, 8 calls": {"model": {"calls": 8}},  # -4.5: 1.3 times, but small kernels
+            "eager, 4 calls": {"model": {"attention": "eager", "calls": 4}},  # -3
+            "eager, 2 calls": {"model": {"attention": "eager", "calls": 2}},  # -1
+        },
+    },
     "gpt2": {
         "weights": {
             "bf16 weights, PyTorch's AdamW": {"precision": "bf16"},  # -4 % of the step
@@ -106,6 +126,14 @@ ALONE = {
             "model": {"attention": "flex", "attention_dropout": 0.0},
         },
         "no dropout in attention": {"model": {"attention_dropout": 0.0}},
+    },
+    "mpnet": {
+        "FlexAttention, without its dropout": {
+            "model": {"attention": "flex", "attention_dropout": 0.0},
+        },
+        "efficient, 4 calls, no dropout in attention": {
+            "model": {"calls": 4, "attention_dropout": 0.0}
+        },
     },
     "gpt2": {
         "no graph": {"graph": False},

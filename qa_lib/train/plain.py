@@ -29,6 +29,8 @@ from qa_lib.train.step_log import StepLog
 
 # Options of the models, of which the search found that they pay.
 SEARCHED_BERT = {"blend_types": True, "drawn_at_once": True}
+# As of BERT; those of attention are guesses, as no search has been run.
+SEARCHED_MPNET = {"calls": 4, "drawn_at_once": True}
 SEARCHED_GPT2 = {"align": 64, "loss": "chunked", "drawn_at_once": True}
 
 
@@ -52,8 +54,8 @@ def train(
     if spec.preset.task == "lm":
         peer = GPT2(model, dropout, **(SEARCHED_GPT2 if searched else {}))
     elif model.config.model_type == "mpnet":
-        # It has no token types to blend, and the search has not looked at it.
-        peer = MPNet(model, dropout, max(batches.limits))
+        options = SEARCHED_MPNET if searched else {}
+        peer = MPNet(model, dropout, batches.longest.tolist(), **options)
     else:
         options = SEARCHED_BERT if searched else {}
         peer = Bert(model, dropout, max(batches.limits), **options)
