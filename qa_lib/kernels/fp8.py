@@ -42,7 +42,8 @@ GRADIENT = 2.0**16
 E4M3_MAX = 448.0
 E5M2_MAX = 57344.0
 
-TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weights_in_e4m3_kernel and turned_kernel
+TRANSPOSE = {"SIZE": 64, "num_warps": 4}  # of weights_in_e4m3_kernel
+TURN = {"SIZE": 128, "num_warps": 8}  # of turned_kernel
 CAST = {"ELEMENTS": 1024, "num_warps": 4}
 
 
@@ -161,7 +162,7 @@ def _turned(rows8: torch.Tensor) -> torch.Tensor:
     """Return what turned returns, by the kernel; the rows are on a GPU."""
     rows, columns = rows8.shape
     columns8 = rows8.new_empty(columns, padded_rows(rows))
-    grid = (-(-rows // TRANSPOSE["SIZE"]), -(-columns // TRANSPOSE["SIZE"]))
+    grid = (-(-rows // TURN["SIZE"]), -(-columns // TURN["SIZE"]))
     launch(
         turned_kernel,
         grid,
@@ -170,7 +171,7 @@ def _turned(rows8: torch.Tensor) -> torch.Tensor:
         rows=rows,
         columns=columns,
         padded=columns8.shape[1],
-        **TRANSPOSE,
+        **TURN,
     )
     return columns8
 

@@ -143,7 +143,6 @@ _TABLE = [
     Variant("E-fp8-uncompiled", parent="E-uncompiled", feed_forward="fp8", why="E-uncompiled with FP8 GEMMs in its feed-forward blocks.", tags=("ladder", "headline")),
     Variant("E-fp8-all", parent="E-fp8-uncompiled", attention_projections="fp8", why="FP8 GEMMs before and after attention as well: in every linear layer of a block."),
     Variant("E-fp8-gradients", parent="E-fp8-all", weight_gradients="fp8", why="FP8 GEMMs for most weights' gradients as well, of operands that are written turned."),
-    Variant("E-fp8-8bit", parent="E-fp8-gradients", optimizer="adamw-master-8bit", why="The same with AdamW's moments in 8 bits: 14 bytes a parameter in its kernel, for 18."),
     Variant("E-t4", parent="E-graph", qkv="fused", why="What is left without bf16 and FlashAttention, as on a T4."),
     Variant("E-t4-dropout", parent="E-t4", dropout="hash", why="Dropout's random bits at a tenth of the work, with what a T4 has."),
     Variant("E-t4-masters", parent="E-t4-dropout", optimizer="adamw-master", why="Weights, gradients, residuals in fp16 over fp32 master weights."),
