@@ -325,13 +325,16 @@ def _parallel_conflicts(settings: Settings) -> Iterator[str]:
     if parallel in ("ddp", "ddp-bf16", "fsdp2") and settings.cuda_graph:
         why = "its hooks wait on the host, and a graph has no host"
         yield _clash(settings, "parallel", "cuda_graph", why)
-    cuts_tensors = parallel in ("zero1", "zero1-overlap", "fsdp2", "tensor")
+    cuts_tensors = parallel in ("zero1", "zero1-overlap", "peers", "fsdp2", "tensor")
     if cuts_tensors and settings.optimizer == "adamw-8bit":
         why = "8-bit moments come in blocks of whole tensors"
         yield _clash(settings, "parallel", "optimizer", why)
     if cuts_tensors and settings.optimizer == "adamw-master-8bit":
         why = "elements that share a scale would lie in several processes"
         yield _clash(settings, "parallel", "optimizer", why)
+    if parallel == "peers" and settings.precision == "fp16":
+        why = "its processes do not tell each other of an overflow of the scaled loss"
+        yield _clash(settings, "parallel", "precision", why)
     if parallel == "fsdp2" and settings.compile != "none":
         why = "its layers gather their weights between the compiler's graphs"
         yield _clash(settings, "parallel", "compile", why)
