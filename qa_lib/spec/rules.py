@@ -551,6 +551,11 @@ def requirements(settings: Settings) -> Iterator[Requirement]:
             "needs the package bitsandbytes: type pip install bitsandbytes",
             lambda machine: machine.bitsandbytes,
         )
+    if settings.parallel == "peers":
+        yield Requirement(
+            "needs GPUs that write into each other's memory over NVLink",
+            lambda machine: machine.gpus == 0 or machine.linked,  # CPUs send messages
+        )
     if settings.parallel == "deepspeed":
         yield Requirement(
             "needs the package deepspeed: type pip install deepspeed",
@@ -571,10 +576,26 @@ def _has_gpu(machine: Machine) -> bool:
     return machine.gpus > 0
 
 
-def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
-    """Return why the machine cannot run these settings in `world` processes; None if it can."""
+def lacking_gpus(machine: Machine, world: int) -> str | None:
+    """Return why `world` processes cannot have a GPU each of this machine; None if they can.
+
+    Without a GPU they train on the processor.
+    """
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
+    if machine.unlike and world > 1:
+        return (
+            f"takes GPUs of one kind, and this machine has {machine.unlike}: "
+            "CUDA_VISIBLE_DEVICES=0,1 lets it see the first two alone"
+        )
+    return None
+
+
+def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
+    """Return why the machine cannot run these settings in `world` processes; None if it can."""
+    why = lacking_gpus(machine, world)
+    if why:
+        return why
     if machine.adapters_fault and settings.has_adapters:
         return machine.adapters_fault
     for requirement in requirements(settings):

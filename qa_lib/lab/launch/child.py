@@ -15,10 +15,14 @@ from qa_lib.spec.spec import Spec
 
 
 def train(spec: Spec, runs: str) -> None:
-    """Train one run, in this process."""
-    from qa_lib.lab.launch.anywhere import fit_here
+    """Train one run, in this process or in several that torchrun starts."""
+    from qa_lib.lab.launch.anywhere import fit_here, takes_torchrun
+    from qa_lib.lab.launch.torchrun import run_processes
 
-    fit_here(spec, runs)
+    if takes_torchrun(spec):
+        run_processes(spec, runs)
+    else:
+        fit_here(spec, runs)
 
 
 def supervise(spec: Spec, runs: str) -> None:

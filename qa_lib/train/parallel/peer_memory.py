@@ -42,6 +42,7 @@ class PeerMemory:
         flat_bytes = world * length * like.element_size()
         block_bytes = 2 * flat_bytes + world * torch.float32.itemsize
         block = symmetric_memory.empty(block_bytes, dtype=torch.uint8, device=ranks.device)
+        self.block = block  # which would be freed otherwise
         block.zero_()  # nobody writes to the padding of slots
         torch.cuda.synchronize(ranks.device)
         self.handle = symmetric_memory.rendezvous(block, dist.group.WORLD)
