@@ -598,7 +598,7 @@ BEGUN_BY_FOUR = {
 }
 # Two pipelines of two stages, which four processes begin and end.
 GRID = Case("P-1f1b", world=4, stages=2, **CUT)
-QUICK_BY_FOUR = {"grid", "P-1f1b", "P-fsdp", "P-zero1-masters"}
+QUICK_BY_FOUR = {"grid", "P-1f1b", "P-fsdp", "P-zero1-masters", "P-peers-masters"}
 BEGUN_IN_TIERS = [name if name in QUICK_BY_FOUR else slow(name) for name in BEGUN_BY_FOUR]
 
 

@@ -10,8 +10,10 @@ import sys
 
 from qa_lib.errors import print_anything
 from qa_lib.lab.launch.process import Work, spec_from
-from qa_lib.signals import stoppable
+from qa_lib.signals import ended_soon, stoppable
 from qa_lib.spec.spec import Spec
+
+LAST_S = 5  # seconds that one of several processes has to write what ended it
 
 
 def train(spec: Spec, runs: str) -> None:
@@ -40,7 +42,7 @@ def be_rank(spec: Spec, runs: str) -> None:
     from qa_lib.lab.launch.anywhere import fit_here
 
     # torchrun ends by SIGTERM a process whose peer has failed.
-    with contextlib.suppress(KeyboardInterrupt), stoppable():
+    with contextlib.suppress(KeyboardInterrupt), stoppable(), ended_soon(LAST_S):
         if fit_here(spec, runs)["status"] != "oom":
             return
     sys.exit(1)
