@@ -389,7 +389,7 @@ def test_architectures_that_rules_name_are_in_the_table():
 
 
 def test_a_machine_that_has_everything_lacks_nothing_but_a_backend_that_is_gone():
-    machine = dataclasses.replace(H200, gpus=8, deepspeed=True, torchao=True)
+    machine = dataclasses.replace(H200, gpus=8, linked=True, deepspeed=True, torchao=True)
     for name, variant in VARIANTS.items():
         lacks = rules.missing(variant.settings, machine)
         assert (lacks is None) == (variant.settings.compile != "nvfuser"), name

@@ -424,7 +424,10 @@ def process_conflicts(settings: Settings, world: int, stages: int) -> Iterator[s
     `world` is the number of all processes, and `stages` of those that make up one pipeline.
     """
     if world > 1 and settings.parallel == "none":
-        yield f"trains in one process, not in {world}; the variants of family P take several"
+        yield (
+            f"trains in one process, not in {world}; the variants of family P take several, and "
+            "recommended chooses one of them"
+        )
     if stages > 1 and settings.parallel != "pipeline":
         yield "is no pipeline and has no stages"
 
