@@ -1,7 +1,9 @@
 """Signals that ask a process to end, as exceptions that let it tidy up first."""
 
 import contextlib
+import os
 import signal
+import threading
 import time
 from collections.abc import Iterator, Mapping
 
@@ -60,3 +62,32 @@ def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def ended_soon(seconds: float) -> Iterator[None]:
+    """End this process so many seconds after one of SIGNALS has come inside the block.
+
+    Python acts on a signal when its main thread is back from what it has called. One that waits for
+    a GPU, which waits for the GPU of a process that has died, never is. Only the main thread may
+    enter. The exit code is 1.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    # Python's own handler, which is C, writes the number of each signal there at once.
+    before = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    threading.Thread(target=_end_after, args=[reader, seconds], daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(writer)
+
+
+def _end_after(reader: int, seconds: float) -> None:
+    """End this process so long after one of SIGNALS is read; return where no signal can come."""
+    with open(reader, "rb", buffering=0) as numbers:
+        while number := numbers.read(1):
+            if number[0] in SIGNALS:
+                time.sleep(seconds)
+                os._exit(1)

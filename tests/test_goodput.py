@@ -256,6 +256,11 @@ def test_what_a_gpu_only_communicates_is_exposed():
     assert exposed_ms == pytest.approx(0.5 + 0.45)
 
 
+@pytest.mark.parametrize("name", ["send_kernel", "spread_kernel", "void c10d::barrier_kernel(int)"])
+def test_writing_to_other_gpus_and_waiting_for_them_is_communication(name):
+    assert busy_and_exposed([event("kernel", name, 0, 1000)]) == (0, pytest.approx(1.0))
+
+
 @pytest.mark.parametrize(
     "events",
     [[], [event("gpu_user_annotation", "forward", 0, 9000), event("cpu_op", "aten::mm", 0, 9000)]],

@@ -28,7 +28,8 @@ def gpu(monkeypatch):
         "is_available": lambda: True,
         "device_count": lambda: 3,
         "get_device_properties": lambda _: properties,
-        "get_device_name": lambda: properties.name,
+        "get_device_name": lambda card=0: properties.name,
+        "can_device_access_peer": lambda card, other: True,
         "get_device_capability": lambda: (properties.major, properties.minor),
     }
     for name, answer in answers.items():
@@ -100,6 +101,35 @@ def test_a_machine_with_gpus_is_told_by_the_first_of_them(gpu):
     assert machine.sm == 89
     assert machine.free_mib == 20 * 1024
     assert machine.total_mib == 24 * 1024
+
+
+def test_gpus_of_several_kinds_are_named(gpu, monkeypatch):
+    assert hardware.this_machine().unlike == ""
+    names = {0: "NVIDIA L4", 1: "NVIDIA A10", 2: "NVIDIA L4"}
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda card=0: names[card])
+    assert hardware.this_machine().unlike == "NVIDIA L4 and NVIDIA A10"
+
+
+@pytest.mark.parametrize("unlinked", [None, (2, 1)])
+def test_gpus_are_linked_if_every_two_of_them_are(unlinked, gpu, monkeypatch):
+    monkeypatch.setattr(
+        nvml, "is_linked", lambda device, other: (device.index, other.index) != unlinked
+    )
+    assert hardware.this_machine().linked == (unlinked is None)
+
+
+def test_a_gpu_alone_is_linked_to_none(gpu, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert not hardware.this_machine().linked
+
+
+@pytest.mark.parametrize(("status", "is_linked"), [(0, True), (5, False)])
+def test_nvml_tells_whether_two_gpus_are_linked(status, is_linked, monkeypatch):
+    library = Mock(NVML_P2P_STATUS_OK=0)
+    library.nvmlDeviceGetP2PStatus.return_value = status
+    monkeypatch.setattr(nvml, "_nvml", lambda _: (library, "handle"))
+    cards = [torch.device("cuda", number) for number in range(2)]
+    assert nvml.is_linked(*cards) is is_linked
 
 
 @pytest.mark.parametrize(("sm", "compiles"), [(VOLTA, True), (61, False), (AMPERE, True)])

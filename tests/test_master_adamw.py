@@ -435,7 +435,7 @@ def test_a_call_has_at_most_16_tensors_and_those_of_odd_sizes_come_last():
     sizes = [3, 160, 16, 32, 5, *[48] * 14, 1]
     tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
     others = [-tensor for tensor in tensors]
-    calls = list(module._calls(tensors, others))
+    calls = list(module.calls(tensors, others))
     assert [len(sizes_of_call) for _, sizes_of_call in calls] == [16, 4]
     in_order = [160, *[48] * 14, 32, 16, 5, 3, 1]
     assert [size for _, sizes_of_call in calls for size in sizes_of_call] == in_order
@@ -755,3 +755,14 @@ def test_a_root_of_8_bits_is_never_rounded_to_zero():
     assert roots[1] == 0
     assert (roots[2:] > 0).all()
     assert parameter.abs().max() <= 0.021, "no element moves by more than the rate in a step"
+
+
+@pytest.mark.triton
+def test_the_kernel_writes_the_new_weights_to_every_copy():
+    columns = drawn_columns(torch.bfloat16, torch.bfloat16, [5000])
+    (weight,) = columns.weights
+    copies = [torch.zeros_like(weight) for _ in range(3)]
+    before = weight.clone()
+    module._update_by_kernel(*columns, **SCALARS, skip=None, copies=copies)
+    assert not torch.equal(weight, before)
+    assert all(torch.equal(copy, weight) for copy in copies)

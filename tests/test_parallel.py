@@ -81,16 +81,20 @@ COMPARISONS = {
     "overlap": compared("P-overlap", "E-dropout", quick=True),
     "zero1": compared("P-zero1", "E-dropout", quick=True),
     "overlap-zero1": compared("P-overlap-zero1", "E-dropout"),
+    "nccl": compared("P-nccl", "E-uncompiled"),
+    "peers": compared("P-peers", "E-uncompiled", quick=True),
     "ddp-accumulated": compared_with_itself("P1", **ACCUMULATED),
     "fsdp-accumulated": compared_with_itself("P-fsdp", **ACCUMULATED),
     "one-bucket-accumulated": compared_with_itself("P-one-bucket", **ACCUMULATED),
     "overlap-accumulated": compared_with_itself("P-overlap", **ACCUMULATED),
     "zero1-accumulated": compared_with_itself("P-zero1", **ACCUMULATED),
     "overlap-zero1-accumulated": compared_with_itself("P-overlap-zero1", quick=True, **ACCUMULATED),
+    "peers-accumulated": compared_with_itself("P-peers", **ACCUMULATED),
     "one-bucket-unequal": compared_with_itself("P-one-bucket", unequal=True),
     "overlap-unequal": compared_with_itself("P-overlap", unequal=True),
     "zero1-unequal": compared_with_itself("P-zero1", quick=True, unequal=True),
     "overlap-zero1-unequal": compared_with_itself("P-overlap-zero1", unequal=True),
+    "peers-unequal": compared_with_itself("P-peers", unequal=True),
     "ddp-unequal": compared_with_itself("P-one-bucket", unequal=True, settings={"parallel": "ddp"}),
     "fsdp-unequal": compared_with_itself(
         "P-one-bucket", unequal=True, settings={"parallel": "fsdp2"}
@@ -100,6 +104,7 @@ COMPARISONS = {
         "P-overlap-zero1", "P-one-bucket", tolerance=0.05, quick=True, **MASTERS
     ),
     "zero1-masters": compared("P-zero1", "P-one-bucket", tolerance=0.05, **MASTERS),
+    "peers-masters": compared("P-peers", "P-nccl", tolerance=0.05, quick=True, **BF16_MASTERS),
     "gpipe": compared_with_uncut("P-gpipe"),
     "1f1b": compared_with_uncut("P-1f1b", quick=True),
     "interleaved": compared_with_uncut("P-interleaved"),
@@ -583,6 +588,8 @@ BEGUN_BY_FOUR = {
     "P1": Case("P1", **BEGUN),
     "P-zero1": Case("P-zero1", **BEGUN),
     "P-overlap-zero1": Case("P-overlap-zero1", **BEGUN),
+    "P-peers": Case("P-peers", **BEGUN),
+    "P-peers-masters": Case("P-peers", **BEGUN, **BF16_MASTERS),
     "P-fsdp": Case("P-fsdp", **BEGUN),
     "P-1f1b": Case("P-1f1b", stages=2, **BEGUN, **CUT),
     "P-tensor": Case("P-tensor", **BEGUN, **CUT),
@@ -591,7 +598,7 @@ BEGUN_BY_FOUR = {
 }
 # Two pipelines of two stages, which four processes begin and end.
 GRID = Case("P-1f1b", world=4, stages=2, **CUT)
-QUICK_BY_FOUR = {"grid", "P-1f1b", "P-fsdp", "P-zero1-masters"}
+QUICK_BY_FOUR = {"grid", "P-1f1b", "P-fsdp", "P-zero1-masters", "P-peers-masters"}
 BEGUN_IN_TIERS = [name if name in QUICK_BY_FOUR else slow(name) for name in BEGUN_BY_FOUR]
 
 

@@ -21,7 +21,7 @@ from qa_lib.lab.launch import local as launch
 from qa_lib.lab.launch.recommended import run_in_turn
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.stats import BASELINE, MARGIN, equivalence
-from qa_lib.lab.search import history
+from qa_lib.lab.search import history, recommend
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.recommend import choose, open_sizes
@@ -719,3 +719,93 @@ def test_a_recommended_run_that_is_forced_runs_again(finished_run, tmp_path):
     spec, _, run_again = finished_run
     qa_lib.fit(spec, tmp_path, say=lambda _: None, force=True)
     run_again.assert_called_once()
+
+
+# Several processes.
+
+TWO_T4 = dataclasses.replace(T4, gpus=2)
+TWO_A100 = dataclasses.replace(A100, gpus=2, linked=True)
+TWO_4090 = dataclasses.replace(RTX_4090, gpus=2)
+FOUR_H100 = dataclasses.replace(H100, gpus=4, linked=True)
+UNLIKE = dataclasses.replace(L4, gpus=2, unlike="NVIDIA L4 and NVIDIA A10")
+CHOICES_OF_SEVERAL = [
+    (FOUR_H100, 4, "base", "P-peers-fp8", 8),
+    (FOUR_H100, 2, "base", "P-peers-fp8", 16),
+    (FOUR_H100, 2, "distilbert", "P-graph", 16),
+    (TWO_A100, 2, "base", "P-peers", 16),
+    (TWO_4090, 2, "base", "P-nccl-fp8", 16),
+    (dataclasses.replace(TWO_A100, linked=False), 2, "base", "P-nccl", 16),
+    (TWO_T4, 2, "base", "P-nccl-t4", 16),
+    (CPU, 2, "base", "P1", 8),
+]
+
+
+@pytest.mark.parametrize(("machine", "world", "model", "variant", "size"), CHOICES_OF_SEVERAL)
+def test_several_processes_get_the_first_variant_that_fits_and_the_batch_of_one(
+    machine, world, model, variant, size, models, tmp_path
+):
+    spec = choose(unchosen(machine, models[model], world=world), machine, tmp_path)
+    assert (spec.variant, spec.settings.micro_batch, spec.world) == (variant, size, world)
+    assert spec.preset.batch == 32
+
+
+def test_the_choice_for_several_gpus_says_how_many(tmp_path):
+    _, _, sentence = chosen(FOUR_H100, tmp_path, world=4)
+    assert sentence.startswith(
+        "recommended: P-peers-fp8 at micro-batch 8 on 4 x h100-80gb-hbm3, the quickest known"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "message"),
+    [
+        (TWO_A100, "recommended needs 4 GPUs, and this machine has 2"),
+        (UNLIKE, "recommended needs 4 GPUs, and this machine has 2"),
+        (dataclasses.replace(UNLIKE, gpus=4), "recommended takes GPUs of one kind, and this "),
+    ],
+)
+def test_processes_without_alike_gpus_are_refused_in_a_line(machine, message, tmp_path):
+    refused(message, choose, unchosen(machine, world=4), machine, tmp_path)
+
+
+def of_several(monkeypatch, speeds) -> None:
+    """Let committed records say how fast variants are: {(variant, GPUs, batch): samples/s}."""
+    records = {}
+    for (variant, world, batch), speed in speeds.items():
+        entry = {
+            "parallel": {"world": world if world > 1 else None},
+            "spec": {"preset": {"effective_batch": batch}, "settings": {"micro_batch": batch}},
+            "speed": {"samples_per_s": speed},
+        }
+        records.setdefault(variant, []).append(entry)
+    monkeypatch.setattr(recommend, "committed_records", lambda task, group=None: records)
+
+
+@pytest.mark.parametrize(("speed", "is_said"), [(900, True), (1100, False)])
+def test_a_line_says_so_where_one_gpu_is_quicker_at_that_batch(
+    speed, is_said, monkeypatch, tmp_path
+):
+    speeds = {
+        ("E-uncompiled", 1, 32): 1000,
+        ("E-uncompiled", 1, 8): 5000,
+        ("P-peers-fp8", 4, 32): speed,
+        ("P-peers-fp8", 2, 32): 500,
+    }
+    of_several(monkeypatch, speeds)
+    _, _, sentence = chosen(FOUR_H100, tmp_path, world=4)
+    line = "one GPU is quicker at 32 samples a step (1,000 samples/s instead of 900)"
+    assert (line in sentence) == is_said
+
+
+def test_all_stands_for_the_gpus_that_there_are(tmp_path):
+    words = {"preset": "full", "data": "synthetic:40", "model": "tiny", "runs": tmp_path}
+    (spec,) = plan(["recommended"], world="all", machine=FOUR_H100, **words)
+    assert (spec.variant, spec.world) == ("P-peers-fp8", 4)
+    refused(
+        "--world all takes all GPUs, and this machine has none",
+        plan,
+        ["recommended"],
+        world="all",
+        machine=CPU,
+        **words,
+    )

@@ -173,7 +173,7 @@ def test_an_unknown_value_or_a_conflict_is_refused_with_the_nearest_or_the_reaso
 
 MASTERS = "adamw-master adamw-master-bf16 adamw-master-8bit"
 NO_MASTERS = "adamw adamw-fused adamw-8bit"
-OF_THE_LOOP = "ddp-bf16 ddp-one-bucket ddp-overlap zero1 zero1-overlap fsdp2 pipeline tensor"
+OF_THE_LOOP = "ddp-bf16 ddp-one-bucket ddp-overlap zero1 zero1-overlap peers fsdp2 pipeline tensor"
 SHARED = f"ddp {OF_THE_LOOP} deepspeed"  # whatever takes several processes
 NO_VARLEN = "eager sdpa flash efficient block-diagonal triton-causal"
 NO_PIPELINE = SHARED.replace("pipeline ", "none ")
@@ -219,7 +219,7 @@ CLASHES = [
     ("precision", "fp16 bf16 pure-bf16", "qat", "int8 int4"),
     ("precision", "fp16 fp32 pure-bf16", "optimizer", "adamw-master-bf16"),
     ("precision", "fp32", "optimizer", "adamw-master adamw-master-8bit"),
-    ("precision", "fp16", "parallel", "pipeline"),
+    ("precision", "fp16", "parallel", "peers pipeline"),
     ("attention", "triton-causal", "norms", "native"),
     ("attention", "eager triton-causal", "padding", "packed"),
     ("attention", "flash efficient block-diagonal triton-varlen", "padding", "max_length longest"),
@@ -268,7 +268,12 @@ CLASHES = [
     ("base_quantization", "nf4", "parallel", "fsdp2 pipeline tensor"),
     ("base_quantization", "nf4", "trainable", "all bitfit freeze-bottom-10"),
     ("optimizer", "adamw adamw-8bit", "cuda_graph", "True"),
-    ("optimizer", "adamw-8bit adamw-master-8bit", "parallel", "zero1 zero1-overlap fsdp2 tensor"),
+    (
+        "optimizer",
+        "adamw-8bit adamw-master-8bit",
+        "parallel",
+        "zero1 zero1-overlap peers fsdp2 tensor",
+    ),
     ("optimizer", "adamw-master adamw-master-bf16", "parallel", "fsdp2"),
     ("cuda_graph", "True", "parallel", "ddp ddp-bf16 fsdp2 pipeline tensor"),
     ("schedule", "1f1b interleaved", "parallel", NO_PIPELINE),
@@ -386,7 +391,7 @@ def test_architectures_that_rules_name_are_in_the_table():
 
 
 def test_a_machine_that_has_everything_lacks_nothing_but_a_backend_that_is_gone():
-    machine = dataclasses.replace(H200, gpus=8, deepspeed=True, torchao=True)
+    machine = dataclasses.replace(H200, gpus=8, linked=True, deepspeed=True, torchao=True)
     for name, variant in VARIANTS.items():
         lacks = rules.missing(variant.settings, machine)
         assert (lacks is None) == (variant.settings.compile != "nvfuser"), name

@@ -33,7 +33,7 @@ from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import loop, optim, trainer
 from qa_lib.train.compile import MaskedLossOf
 from qa_lib.train.master_adamw import MasterAdamW
-from qa_lib.train.parallel import data_parallel, overlap, pipeline, tensor, zero1
+from qa_lib.train.parallel import data_parallel, overlap, peer_memory, pipeline, tensor, zero1
 from tests import tiny
 from tests.pairs import clash, combinations, pairs_of
 from tests.tiny import planned, trained
@@ -91,6 +91,7 @@ COMPANIONS = {
     },
     ("base_quantization", "nf4"): {"trainable": "lora-all-r4"},
     ("cuda_graph", True): {"optimizer": "adamw-fused", "padding": "packed", "attention": "sdpa"},
+    ("parallel", "peers"): {"precision": "bf16"},
     ("parallel", "pipeline"): PIPELINE,
     ("parallel", "deepspeed"): {"engine": "trainer"},
     ("fault", "nvidia-smi-polling"): {"engine": "trainer"},
@@ -186,6 +187,7 @@ SHARING = (
     (data_parallel.OneBucketDDP, "reduce_grads"),
     (zero1, "reduce_scatter"),
     (zero1.FlatShard, "all_gather_params"),
+    (peer_memory.MessageMemory, "send_gradients"),
     (overlap, "regions_of"),
     (pipeline.Pipeline, "forward_backward"),
     (tensor, "parallelize_module"),
@@ -431,6 +433,7 @@ SHARED_BY = {
     "ddp-overlap": {"reduce_grads", "regions_of"},
     "zero1": {"all_gather_params", "reduce_scatter"},
     "zero1-overlap": {"all_gather_params", "reduce_scatter", "regions_of"},
+    "peers": {"send_gradients"},
     "fsdp2": {"fully_shard"},
     "pipeline": {"forward_backward"},
     "tensor": {"parallelize_module"},

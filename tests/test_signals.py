@@ -317,3 +317,33 @@ def test_a_process_trains_no_other_run_than_that_of_its_driver(
         check_driver(tmp_path / folder)
     else:
         refused("^b-run: planned was a-run, so data,", check_driver, tmp_path / folder)
+
+
+# A process that waits outside of Python: it locks a mutex of the C library twice.
+STUCK = """
+import ctypes
+from qa_lib.signals import ended_soon, stoppable
+
+with stoppable(), ended_soon(0.5):
+    library = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
+    library.pthread_mutex_lock(mutex)
+    print("stuck", flush=True)
+    library.pthread_mutex_lock(mutex)
+"""
+
+
+def test_a_process_that_never_comes_back_to_python_ends_all_the_same():
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "stuck\n"
+    process.terminate()
+    assert process.wait(SECONDS) == 1
+
+
+def test_a_process_that_was_not_asked_to_end_goes_on_after_the_block():
+    with signals.ended_soon(0.0):
+        pass
+    time.sleep(0.2)
+    assert signal.set_wakeup_fd(-1) == -1

@@ -142,7 +142,7 @@ def test_a_node_counts_as_many_gpus_as_a_run_takes_if_it_has_any(
     assert machine.gpus == gpus
     sinfo, sbatch = commands
     assert sinfo[-2:] == ("--partition", "short")
-    assert ("--gpus=1" in sbatch) == (listed == "gpu:8")
+    assert (f"--gpus={world or 1}" in sbatch) == (listed == "gpu:8")
 
 
 def test_what_is_finished_is_no_job_again(two_runs, cluster, tmp_path):
@@ -200,7 +200,7 @@ def test_a_node_is_asked_what_it_is_in_a_job_of_its_kind(cluster, tmp_path, monk
     machine, environment = slurm.probe_node(tmp_path / "runs", 4)
     assert machine == Machine("h100", gpus=4, sm=90)
     assert environment == {"gpu": "NVIDIA H100"}
-    assert "--gpus=1 " in asked(cluster)[0]
+    assert "--gpus=4 " in asked(cluster)[0]
     assert not list((tmp_path / "runs").iterdir())
 
 

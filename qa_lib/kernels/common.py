@@ -13,6 +13,9 @@ hash is here in PyTorch and as a device function. Both give the same bits, so th
 compute again in the backward pass what the forward pass dropped, and so that tests can hold the
 kernels to plain PyTorch.
 
+Many tensors in a call. What is done to every parameter of a model takes one launch for COUNT of
+them, which come as tuples of pointers.
+
 Partial sums. The gradient of a bias is a sum over all tokens of the gradient of its layer's output.
 PyTorch and its compiler read that gradient once more to sum it. The kernel that writes the gradient
 has it in registers and can sum it there (varlen_attention.py, fused_norm.py, gelu.py): each program
@@ -49,6 +52,9 @@ INTERPRETED = tl.constexpr(knobs is not None and knobs.runtime.interpret)
 
 LOG2_E = math.log2(math.e)  # GPUs have an instruction for powers of 2
 
+# Kernels read 16 bytes at a time where sizes and beginnings are multiples of so many elements.
+ALIGN = 16
+COUNT = 16  # tensors of a call of a kernel that takes many
 SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, and its warps
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 
@@ -239,6 +245,54 @@ def dropout_kernel(x, y, seed, size, threshold, kept_scale, ELEMENTS: tl.constex
     value = tl.load(x + at, mask=at < size, other=0.0).to(tl.float32) * kept_scale
     keep = keep_mask(at, tl.load(seed).to(tl.uint32, bitcast=True), threshold)
     tl.store(y + at, tl.where(keep, value, 0.0).to(y.dtype.element_ty), mask=at < size)
+
+
+def largest_first(row: tuple) -> int:
+    """Return the place of a row of `calls` by the size of its tensor."""
+    return -row[0].numel()
+
+
+def calls(
+    *columns: list, order: Callable[[tuple], int] = largest_first
+) -> Iterator[tuple[tuple[tuple, ...], tuple[int, ...]]]:
+    """Yield what a kernel takes in each call: for each column a tuple of its items, and sizes.
+
+    Items at the same place of all columns belong together and make a row; the first is a tensor,
+    and `sizes` are those of these tensors. Rows come in ascending `order`, but one size that is no
+    multiple of ALIGN slows its whole call, so that these come last.
+    """
+
+    def place(row):
+        return row[0].numel() % ALIGN > 0, order(row)
+
+    rows = sorted(zip(*columns, strict=True), key=place)
+    for begin in range(0, len(rows), COUNT):
+        call = rows[begin : begin + COUNT]
+        sizes = tuple(row[0].numel() for row in call)
+        yield tuple(zip(*call, strict=True)), sizes
+
+
+@jit
+def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Return what a program does of COUNT tensors, which all have programs of BLOCK elements.
+
+    That is the number of its tensor, the number of its block there, the block's elements, and
+    whether each of these exists. The programs of the first tensor come before those of the second.
+    """
+    program = tl.program_id(0)
+    number = 0
+    begin = 0
+    size = sizes[0]
+    blocks = tl.cdiv(sizes[0], BLOCK)
+    for other in tl.static_range(1, COUNT):
+        if program >= blocks:
+            number = other
+            begin = blocks
+            size = sizes[other]
+        blocks += tl.cdiv(sizes[other], BLOCK)
+    block = program - begin
+    element = block * BLOCK + tl.arange(0, BLOCK)
+    return number, block, element, element < size
 
 
 @jit

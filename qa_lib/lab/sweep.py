@@ -30,6 +30,7 @@ from qa_lib.paths import ROOT
 from qa_lib.records import record
 from qa_lib.records.files import RecordError, regular
 from qa_lib.spec.presets import find_preset
+from qa_lib.spec.resolve import ALL
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import FAMILIES, VARIANTS, find_variant
 
@@ -351,6 +352,8 @@ def _launcher(args: argparse.Namespace) -> Launcher:
             "--gpus and --shared-gpu are for this machine's cards; Slurm gives each run cards of "
             "its own"
         )
+    if by_slurm and ALL in (args.world or []):
+        raise UserError("--world all is for this machine's GPUs; give a number of them with Slurm")
     if by_slurm:
         machine, env = probe_node(args.runs, max(args.world or [0]))
     else:

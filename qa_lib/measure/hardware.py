@@ -2,6 +2,7 @@
 
 import contextlib
 import fcntl
+import itertools
 import os
 import platform
 import re
@@ -107,11 +108,29 @@ def this_machine() -> Machine:
     return Machine(
         hardware=hardware_name(torch.cuda.get_device_name()),
         gpus=torch.cuda.device_count(),
+        unlike=_unlike_gpus(),
+        linked=_are_linked(),
         sm=sm,
         free_mib=_free_mib(),
         total_mib=int(torch.cuda.get_device_properties(0).total_memory / MIB),
         **packages,
         compiler=version_of("triton") is not None and sm >= VOLTA,  # Inductor's oldest
+    )
+
+
+def _unlike_gpus() -> str:
+    """Return the names of the GPUs, where they are not all of one kind; else ""."""
+    names = [torch.cuda.get_device_name(card) for card in range(torch.cuda.device_count())]
+    kinds = list(dict.fromkeys(names))
+    return " and ".join(kinds) if len(kinds) > 1 else ""
+
+
+def _are_linked() -> bool:
+    """Return whether each GPU writes into the memory of all others over NVLink."""
+    cards = [torch.device("cuda", card) for card in range(torch.cuda.device_count())]
+    pairs = list(itertools.permutations(cards, 2))
+    return bool(pairs) and all(
+        torch.cuda.can_device_access_peer(*pair) and nvml.is_linked(*pair) for pair in pairs
     )
 
 

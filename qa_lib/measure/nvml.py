@@ -48,6 +48,17 @@ def busy_share(device: torch.device) -> float | None:
     return None if rates is None else rates.gpu / 100
 
 
+def is_linked(device: torch.device, other: torch.device) -> bool:
+    """Return whether two GPUs reach each other's memory over NVLink; False where nobody says."""
+
+    def ask(nvml, gpu):
+        _, other_gpu = _nvml(other)
+        kind = nvml.NVML_P2P_CAPS_INDEX_NVLINK
+        return nvml.nvmlDeviceGetP2PStatus(gpu, other_gpu, kind) == nvml.NVML_P2P_STATUS_OK
+
+    return bool(_ask(device, ask))
+
+
 def free_bytes(device: torch.device) -> int | None:
     """Return the bytes of a GPU's memory that nobody holds."""
     memory = _ask(device, lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu))

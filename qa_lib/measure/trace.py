@@ -48,6 +48,9 @@ _PHASES_OF_PYTORCH = {
 
 # Categories of events.
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+# What the names of kernels have that communicate: NCCL's, and those of the exchange by pointers
+# (kernels/peer_gradients.py, and the barrier of PyTorch's symmetric memory).
+COMMUNICATES = ("nccl", "send_kernel", "spread_kernel", "barrier_kernel")
 BY_HOST = {"cuda_runtime", "cuda_driver"}
 # What the names of the host's calls that launch work begin with.
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
@@ -366,8 +369,14 @@ def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
     else.
     """
     on_gpu = [e for e in events if e.get("cat") in ON_GPU]
-    busy_us = _covered([e for e in on_gpu if not e["name"].lower().startswith("nccl")])
+    busy_us = _covered([e for e in on_gpu if not communicates(e["name"])])
     return busy_us / 1e3, (_covered(on_gpu) - busy_us) / 1e3
+
+
+def communicates(kernel: str) -> bool:
+    """Return whether a kernel of that name exchanges something with other GPUs."""
+    name = kernel.lower()
+    return any(part in name for part in COMMUNICATES)
 
 
 def _covered(events: list[dict]) -> float:

@@ -24,13 +24,13 @@ from qa_lib.spec.presets import (
     sized,
     whole_number,
 )
-from qa_lib.spec.resolve import resolve
+from qa_lib.spec.resolve import ALL, resolve
 from qa_lib.spec.rules import lacking, unshared
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import find_variant
 
-Several = int | Sequence[int] | None  # a size, or several
+Several = int | str | Sequence[int | str] | None  # a size, or several
 # What `own` of a request may hold: what `sized` takes beside the preset, and a pipeline's stages.
 OWN_NAMES = [*[*inspect.signature(sized).parameters][1:], "stages"]
 
@@ -101,6 +101,10 @@ def make_request(
         from qa_lib.measure.hardware import this_machine
 
         machine = this_machine()
+    all_sizes = _combinations(sizes)
+    for combination in all_sizes:
+        if combination.get("world") == ALL:
+            combination["world"] = _all_gpus(machine)
     return Request(
         variants=list(dict.fromkeys(names)),
         preset=preset,
@@ -108,7 +112,7 @@ def make_request(
         data=data,
         model=model,
         machine=machine,
-        sizes=_combinations(sizes),
+        sizes=all_sizes,
         own=own,
         leave_out=leave_out,
     )
@@ -257,6 +261,13 @@ def _as_text(name: str, value: object) -> str:
     except (OSError, ValueError):  # it is too long, or has a null byte
         raise SpecError(f"{name} is {text[:40]!r}, and no path or name") from None
     return text
+
+
+def _all_gpus(machine: Machine) -> int:
+    """Return how many GPUs a machine has. Raises UserError where it has none."""
+    if not machine.gpus:
+        raise UserError("--world all takes all GPUs, and this machine has none: give a number")
+    return machine.gpus
 
 
 def _combinations(sizes: dict[str, Several]) -> list[dict[str, int | None]]:

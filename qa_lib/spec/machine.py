@@ -17,6 +17,10 @@ class Machine:
     hardware: str = "cpu"
     """Name of its GPU as `hardware_name` makes it: the first half of a group's name."""
     gpus: int = 0
+    unlike: str = ""
+    """The names of its GPUs, where they are not all of one kind."""
+    linked: bool = False
+    """Whether each of its GPUs writes into the memory of all others over NVLink."""
     sm: int = 0
     """Compute capability x 10 of its GPUs; 0 without a GPU."""
     free_mib: int = 0

@@ -11,6 +11,7 @@ from qa_lib.spec.shapes import check_positions
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import Variant, find_variant
 
+ALL = "all"  # in place of a number of processes: one for each GPU
 WORLD = 2  # processes of a parallel variant that is asked for without a number
 
 
@@ -33,8 +34,8 @@ def resolve(
     `data` and `model` are identities, and `*_source` where to load them from (see Spec).
     `micro_batch` replaces the variant's, and `sizes` (the arguments of `sized`) the preset's,
     unless they are 0 or None. Without `world` a parallel variant has WORLD processes, and without
-    `stages` a pipeline goes through all of them. In the place of `recommended` stands the baseline,
-    until a variant is chosen.
+    `stages` a pipeline goes through all of them, and `recommended` has one. In the place of
+    `recommended` stands the variant of `find_variant`, until one is chosen.
 
     Raises UnknownName, and SpecError for a variant of another task, for settings and sizes that do
     not go together, and for a number that cannot be.
@@ -46,7 +47,7 @@ def resolve(
             own[name] = whole_number(name, own[name], 0)
 
     own_preset = sized(find_preset(preset), **{name: own[name] for name in sizes})
-    row = find_variant(variant, own_preset.task)
+    row = find_variant(variant, own_preset.task, several=own["world"] > 1)
     asked = row.settings
     if own["micro_batch"]:
         asked = dataclasses.replace(asked, micro_batch=own["micro_batch"])

@@ -329,13 +329,16 @@ def _parallel_conflicts(settings: Settings) -> Iterator[str]:
     if parallel in ("ddp", "ddp-bf16", "fsdp2") and settings.cuda_graph:
         why = "its hooks wait on the host, and a graph has no host"
         yield _clash(settings, "parallel", "cuda_graph", why)
-    cuts_tensors = parallel in ("zero1", "zero1-overlap", "fsdp2", "tensor")
+    cuts_tensors = parallel in ("zero1", "zero1-overlap", "peers", "fsdp2", "tensor")
     if cuts_tensors and settings.optimizer == "adamw-8bit":
         why = "8-bit moments come in blocks of whole tensors"
         yield _clash(settings, "parallel", "optimizer", why)
     if cuts_tensors and settings.optimizer == "adamw-master-8bit":
         why = "elements that share a scale would lie in several processes"
         yield _clash(settings, "parallel", "optimizer", why)
+    if parallel == "peers" and settings.precision == "fp16":
+        why = "its processes do not tell each other of an overflow of the scaled loss"
+        yield _clash(settings, "parallel", "precision", why)
     if parallel == "fsdp2" and settings.compile != "none":
         why = "its layers gather their weights between the compiler's graphs"
         yield _clash(settings, "parallel", "compile", why)
@@ -425,7 +428,10 @@ def process_conflicts(settings: Settings, world: int, stages: int) -> Iterator[s
     `world` is the number of all processes, and `stages` of those that make up one pipeline.
     """
     if world > 1 and settings.parallel == "none":
-        yield f"trains in one process, not in {world}; the variants of family P take several"
+        yield (
+            f"trains in one process, not in {world}; the variants of family P take several, and "
+            "recommended chooses one of them"
+        )
     if stages > 1 and settings.parallel != "pipeline":
         yield "is no pipeline and has no stages"
 
@@ -552,6 +558,11 @@ def requirements(settings: Settings) -> Iterator[Requirement]:
             "needs the package bitsandbytes: type pip install bitsandbytes",
             lambda machine: machine.bitsandbytes,
         )
+    if settings.parallel == "peers":
+        yield Requirement(
+            "needs GPUs that write into each other's memory over NVLink",
+            lambda machine: machine.gpus == 0 or machine.linked,  # CPUs send messages
+        )
     if settings.parallel == "deepspeed":
         yield Requirement(
             "needs the package deepspeed: type pip install deepspeed",
@@ -572,10 +583,26 @@ def _has_gpu(machine: Machine) -> bool:
     return machine.gpus > 0
 
 
-def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
-    """Return why the machine cannot run these settings in `world` processes; None if it can."""
+def lacking_gpus(machine: Machine, world: int) -> str | None:
+    """Return why `world` processes cannot have a GPU each of this machine; None if they can.
+
+    Without a GPU they train on the processor.
+    """
     if machine.gpus and world > machine.gpus:
         return f"needs {world} GPUs, and this machine has {machine.gpus}"
+    if machine.unlike and world > 1:
+        return (
+            f"takes GPUs of one kind, and this machine has {machine.unlike}: "
+            "CUDA_VISIBLE_DEVICES=0,1 lets it see the first two alone"
+        )
+    return None
+
+
+def missing(settings: Settings, machine: Machine, world: int = 1) -> str | None:
+    """Return why the machine cannot run these settings in `world` processes; None if it can."""
+    why = lacking_gpus(machine, world)
+    if why:
+        return why
     if machine.adapters_fault and settings.has_adapters:
         return machine.adapters_fault
     for requirement in requirements(settings):

@@ -24,7 +24,7 @@ Optimizer = Literal[
     "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
 ]
 DataParallel = Literal[
-    "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "fsdp2"
+    "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "peers", "fsdp2"
 ]
 
 
@@ -125,8 +125,9 @@ class Settings:
     DistributedDataParallel | ddp-bf16: its gradients are sent in bf16 | ddp-one-bucket: one
     reduction of all gradients | ddp-overlap: a reduction for each part of the model, while the
     backward pass computes the next | zero1: each has a share of the optimizer | zero1-overlap: both
-    | fsdp2: each has a share of weights, gradients and optimizer | deepspeed: ZeRO-1 by DeepSpeed
-    under the Trainer (train/trainer.py).
+    | peers: each has a share of the optimizer, and writes into the memory of other GPUs | fsdp2:
+    each has a share of weights, gradients and optimizer | deepspeed: ZeRO-1 by DeepSpeed under the
+    Trainer (train/trainer.py).
 
     Each has a part of the model: pipeline, some of the layers (train/parallel/pipeline.py) |
     tensor, a share of every linear layer (train/parallel/tensor.py).

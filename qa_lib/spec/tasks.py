@@ -54,6 +54,13 @@ class Task:
     baseline's score (lab/search/recommend.py)."""
     on_cpu: list[str]
     """The same where there is no GPU."""
+    reference_of_several: str
+    """The group of records by which `on_gpus` is in order."""
+    on_gpus: list[str]
+    """Variants that `recommended` may take on several GPUs, the quickest first; each is one of
+    `on_gpu`, or the baseline, in several processes."""
+    on_cpus: list[str]
+    """The same where there is no GPU."""
     card: HubCard
     official: Mapping[str, str] = field(default_factory=dict)
     """Scores that the official evaluation script calls otherwise, and its names of them."""
@@ -104,6 +111,17 @@ QA = Task(
         "A1",
     ],
     on_cpu=["A4", "A2", "A1"],
+    reference_of_several="h200-parallel",
+    on_gpus=[
+        "P-peers-fp8",
+        "P-peers",
+        "P-nccl-fp8",
+        "P-nccl",
+        "P-nccl-t4",
+        "P-graph",
+        "P1",
+    ],
+    on_cpus=["P1"],
     card=HubCard(
         purpose="question answering",
         pipeline_tag="question-answering",
@@ -143,6 +161,9 @@ LM = Task(
     reference="h200-lm-bench",
     on_gpu=["L-dropout", "L-compile", "L-sdpa", "L-fp16", "L1"],
     on_cpu=["L-sdpa", "L1"],
+    reference_of_several="h200-lm-bench",
+    on_gpus=["L-one-bucket", "L-ddp"],
+    on_cpus=["L-ddp"],
     card=HubCard(
         purpose="text generation",
         pipeline_tag="text-generation",

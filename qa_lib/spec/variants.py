@@ -166,6 +166,12 @@ _TABLE = [
     Variant("P-overlap", parent="E-regions", parallel="ddp-overlap", why="Gradients are reduced while others are still computed."),
     Variant("P-overlap-zero1", parent="P-overlap", parallel="zero1-overlap", why="Gradients and new weights travel beside the passes."),
     Variant("P-zero1", parent="P-one-bucket", parallel="zero1", why="Each GPU updates its share of the weights alone."),
+    Variant("P-nccl", parent="E-uncompiled", parallel="ddp-one-bucket", why="E-uncompiled on several GPUs, the plainest way: one reduction by NCCL inside the captured step."),
+    Variant("P-nccl-fp8", parent="P-nccl", feed_forward="fp8", why="P-nccl with FP8 GEMMs in its feed-forward blocks."),
+    Variant("P-nccl-t4", parent="E-t4-norm", parallel="ddp-one-bucket", why="E-t4-norm on several GPUs: what a T4 has, and one reduction by NCCL."),
+    Variant("P-graph", parent="E-graph", parallel="ddp-one-bucket", why="E-graph on several GPUs: for models that no kernel of our own fits."),
+    Variant("P-peers", parent="E-uncompiled", parallel="peers", why="A sharded optimizer by pointers into the memory of other GPUs: no NCCL in the step."),
+    Variant("P-peers-fp8", parent="P-peers", feed_forward="fp8", why="P-peers with FP8 GEMMs in its feed-forward blocks."),
     Variant("P-gpipe", parent="E-masters-eager", parallel="pipeline", why="Each GPU has some of the layers, and hands on micro-batches."),
     Variant("P-1f1b", parent="P-gpipe", schedule="1f1b", why="Backward as early as can be: fewer activations are kept."),
     Variant("P-interleaved", parent="P-1f1b", schedule="interleaved", why="Two parts of the layers a GPU: it waits less."),
@@ -233,13 +239,14 @@ def _check_table() -> None:
 _check_table()
 
 
-def find_variant(name: str, task: str = "qa") -> Variant:
+def find_variant(name: str, task: str = "qa", several: bool = False) -> Variant:
     """Return the variant of that name.
 
-    `recommended` gives the baseline of the task, until `plan` has chosen a variant. Raises
-    UnknownName for a name that no variant has.
+    `recommended` gives the baseline of the task, or for `several` processes the plainest that takes
+    them, until `plan` has chosen a variant. Raises UnknownName for a name that no variant has.
     """
-    return find("variant", name, VARIANTS | {"recommended": VARIANTS[BASELINES[task]]})
+    stand_in = TASKS[task].on_gpus[-1] if several else BASELINES[task]
+    return find("variant", name, VARIANTS | {"recommended": VARIANTS[stand_in]})
 
 
 def tagged(tag: Tag) -> list[str]:

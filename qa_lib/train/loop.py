@@ -30,6 +30,7 @@ from qa_lib.train.optim import (
 )
 from qa_lib.train.parallel.data_parallel import DDP, FSDP2, NoParallel, OneBucketDDP
 from qa_lib.train.parallel.overlap import OverlapDDP, OverlapZero1
+from qa_lib.train.parallel.peers import Peers
 from qa_lib.train.parallel.pipeline import Pipeline
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.parallel.tensor import Tensor
@@ -44,6 +45,7 @@ STRATEGIES = {
     "ddp-overlap": OverlapDDP,
     "zero1": Zero1,
     "zero1-overlap": OverlapZero1,
+    "peers": Peers,
     "fsdp2": FSDP2,
     "pipeline": Pipeline,
     "tensor": Tensor,
@@ -75,11 +77,14 @@ class OptimizerStep:
         else:
             forward = ChunkedLossOf(forward, fp8=settings.loss == "chunked-fp8")
         self.forward = self.strategy.wrapped(forward)
-        # A compiler casts each weight by itself; some strategies wait for weights within the pass.
+        # A compiler casts each weight by itself.
         self.casts_ahead = (
-            settings.has_8_bit_layers and settings.compile == "none" and settings.parallel == "none"
+            settings.has_8_bit_layers
+            and settings.compile == "none"
+            and self.strategy.has_all_weights
         )
         self.optimizer = build_optimizer(model, spec, self.strategy.parameters)
+        self.strategy.attach(self.optimizer)
         # The cudagraphs backend returns gradients in memory which its next replay writes over.
         # Where another micro-batch must add to them, they need memory of their own, for the
         # whole run.

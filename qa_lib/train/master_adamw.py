@@ -44,7 +44,7 @@ for GPUs of compute capability 7.5 and newer; weights in bf16 want 8.0, those in
 7.5.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -52,17 +52,14 @@ from torch.nn import functional as F
 
 from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
-from qa_lib.kernels.common import chosen, hash32, hash32_kernel, jit, launch, tl
+from qa_lib.kernels.common import calls, chosen, hash32, hash32_kernel, jit, launch, locate, tl
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 
-# The kernels read 16 bytes at a time where sizes and beginnings are multiples of so many elements.
-ALIGN = 16
 FINER = 2.0**11  # by which an fp16 weight's low bits are multiplied
 # The type of a weight's low bits, by the weight's.
 LOW_TYPES = {torch.bfloat16: torch.int16, torch.float16: torch.float16}
 # The parts of a parameter's state that the update takes, in its order.
 COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")
-COUNT = 16  # tensors of a call of a kernel
 NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
 # Odd, and far from 0 in int32, so that the seeds of neighbouring steps lie far apart.
@@ -96,6 +93,9 @@ class MasterAdamW(torch.optim.Optimizer):
     # GradScaler hands `grad_scale` and `found_inf` to an optimizer that says so (optim.unscale):
     # the scale that is on the gradients, and a number above 0 where one of them is not finite.
     _step_supports_amp_scaling = True
+    # Where else the kernel writes the new weights of the only parameter: tensors like it, in the
+    # memory of other GPUs (train/parallel/peers.py).
+    copies: tuple[torch.Tensor, ...] = ()
 
     def __init__(
         self,
@@ -186,6 +186,13 @@ class MasterAdamW(torch.optim.Optimizer):
         counts = torch.stack([self.state[p]["step"] for p in self.updates]).tolist()
         self.updates = dict(zip(self.updates, map(int, counts), strict=True))
 
+    def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
+        """Return the norm of these gradients, in fp32.
+
+        Something that has them in registers replaces it (train/parallel/peers.py).
+        """
+        return _norm_by_kernel(gradients) if gradients[0].is_cuda else _norm(gradients)
+
     def global_norm(self, norm: torch.Tensor) -> torch.Tensor:
         """Return the norm of all gradients from that of these.
 
@@ -264,8 +271,7 @@ class MasterAdamW(torch.optim.Optimizer):
         device = gradients[0].device
         if self.max_norm is None:
             return torch.ones((), device=device) if scale is None else 1.0 / scale
-        on_gpu = gradients[0].is_cuda
-        norm = self.global_norm(_norm_by_kernel(gradients) if on_gpu else _norm(gradients))
+        norm = self.global_norm(self.norm(gradients))
         if scale is None:
             return (self.max_norm / (norm + 1e-6)).clamp(max=1.0)  # as in clip_grad_norm_
         return (self.max_norm / (norm / scale + 1e-6)).clamp(max=1.0) / scale
@@ -289,7 +295,7 @@ class MasterAdamW(torch.optim.Optimizer):
         }
         columns = [[self.state[p][name] for p in parameters] for name in COLUMNS]
         if parameters[0].is_cuda:
-            _update_by_kernel(parameters, gradients, *columns, **scalars)
+            _update_by_kernel(parameters, gradients, *columns, **scalars, copies=self.copies)
             return
         for tensors in zip(parameters, gradients, *columns, strict=True):
             update(*tensors, **scalars)
@@ -321,10 +327,10 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return what `_norm` returns, for tensors of one type on a GPU."""
-    calls = list(_calls(tensors))
-    programs = [sum(-(-size // NORM["BLOCK"]) for size in sizes) for _, sizes in calls]
+    all_calls = list(calls(tensors))
+    programs = [sum(-(-size // NORM["BLOCK"]) for size in sizes) for _, sizes in all_calls]
     sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
-    for ((call_tensors,), sizes), call_sums in zip(calls, sums.split(programs), strict=True):
+    for ((call_tensors,), sizes), call_sums in zip(all_calls, sums.split(programs), strict=True):
         launch(
             square_sums,
             (len(call_sums),),
@@ -335,24 +341,6 @@ def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
             **NORM,
         )
     return sums.sum().sqrt()
-
-
-def _calls(*columns: list[torch.Tensor]) -> Iterator[tuple[tuple[tuple, ...], tuple[int, ...]]]:
-    """Yield what a kernel takes in each call: for each column a tuple of its tensors, and sizes.
-
-    Tensors at the same place of all columns belong together; `sizes` are those of the first
-    column's. One size that is no multiple of ALIGN slows its whole call, so that these come last.
-    """
-
-    def order(row):
-        size = row[0].numel()
-        return size % ALIGN > 0, -size
-
-    rows = sorted(zip(*columns, strict=True), key=order)
-    for begin in range(0, len(rows), COUNT):
-        call = rows[begin : begin + COUNT]
-        sizes = tuple(row[0].numel() for row in call)
-        yield tuple(zip(*call, strict=True)), sizes
 
 
 def master_of(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
@@ -499,9 +487,13 @@ def _update_by_kernel(
     beta2,
     eps,
     skip,
+    copies=(),
 ) -> None:
-    """Do what `update` does to each parameter of lists of tensors on a GPU."""
-    for columns, sizes in _calls(weights, gradients, lows, means, squares, scales, firsts):
+    """Do what `update` does to each parameter of lists of tensors on a GPU.
+
+    The new weights of an only parameter go to `copies` as well, tensors like it.
+    """
+    for columns, sizes in calls(weights, gradients, lows, means, squares, scales, firsts):
         names = ("weights", "grads", "lows", "means", "squares", "scales", "firsts")
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(
@@ -515,6 +507,7 @@ def _update_by_kernel(
             growth=growth,
             shrink=step if shrink is None else shrink,
             skip=step if skip is None else skip,
+            copies=tuple(copies) or (step,),
             BETA1=beta1,
             BETA2=beta2,
             EPS=eps,
@@ -522,6 +515,7 @@ def _update_by_kernel(
             GOLDEN=GOLDEN,
             DECAYS=shrink is not None,
             SKIPS=skip is not None,
+            COPIES=len(copies),
             MEAN_CUT=eight_bit.MEAN_CUT,
             ROOT_CUT=eight_bit.ROOT_CUT,
             COUNT=len(sizes),
@@ -530,32 +524,8 @@ def _update_by_kernel(
 
 
 # The kernels. One call does many tensors. They come as tuples of COUNT pointers, of one kind each,
-# and a program takes BLOCK elements of one of the tensors, the programs of the first before those
-# of the second. All are contiguous. A name that ends in _at is a pointer to the elements of a
-# program.
-
-
-@jit
-def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what this program does.
-
-    That is the number of its tensor, the number of its block there, the block's elements, and
-    whether each of these exists.
-    """
-    program = tl.program_id(0)
-    number = 0
-    begin = 0
-    size = sizes[0]
-    blocks = tl.cdiv(sizes[0], BLOCK)
-    for other in tl.static_range(1, COUNT):
-        if program >= blocks:
-            number = other
-            begin = blocks
-            size = sizes[other]
-        blocks += tl.cdiv(sizes[other], BLOCK)
-    block = program - begin
-    element = block * BLOCK + tl.arange(0, BLOCK)
-    return number, block, element, element < size
+# and a program takes BLOCK elements of one of the tensors. All are contiguous. A name that ends in
+# _at is a pointer to the elements of a program.
 
 
 @jit(do_not_specialize_on_alignment=["sums"])
@@ -589,6 +559,7 @@ def adamw(
     growth,
     shrink,
     skip,
+    copies,
     BETA1: tl.constexpr,
     BETA2: tl.constexpr,
     EPS: tl.constexpr,
@@ -596,6 +567,7 @@ def adamw(
     GOLDEN: tl.constexpr,
     DECAYS: tl.constexpr,
     SKIPS: tl.constexpr,
+    COPIES: tl.constexpr,
     MEAN_CUT: tl.constexpr,
     ROOT_CUT: tl.constexpr,
     COUNT: tl.constexpr,
@@ -603,7 +575,8 @@ def adamw(
 ):
     """Do what `update` does to BLOCK elements of a parameter.
 
-    Without DECAYS `shrink` is not read, and without SKIPS `skip`.
+    Without DECAYS `shrink` is not read, and without SKIPS `skip`. The new weights of one parameter
+    alone go to COPIES `copies` as well.
     """
     if SKIPS:  # noqa: SIM102  known when it is compiled
         if tl.load(skip) != 0.0:
@@ -664,7 +637,10 @@ def adamw(
             mean = upper_kernel(mean, (bits & 0xFFFF).to(tl.int32))
             square = upper_kernel(square, (bits >> 16).to(tl.int32))
 
-    tl.store(weight_at, weight.to(weights[0].dtype.element_ty), mask=inside)
+    weight = weight.to(weights[0].dtype.element_ty)
+    tl.store(weight_at, weight, mask=inside)
+    for copy in tl.static_range(COPIES):
+        tl.store(copies[copy] + element, weight, mask=inside)
     tl.store(low_at, low, mask=inside)
     tl.store(mean_at, mean.to(means[0].dtype.element_ty), mask=inside)
     tl.store(square_at, square.to(squares[0].dtype.element_ty), mask=inside)

@@ -36,12 +36,17 @@ def add_list(
     )
 
 
-def add_count(parser: Parser, name: str, help: str, several: bool) -> None:
-    """Add an option that takes a whole number from 1, or `several`, each for runs of its own."""
+def add_count(
+    parser: Parser, name: str, help: str, several: bool, type: Callable = values.count
+) -> None:
+    """Add an option that takes a whole number from 1, or `several`, each for runs of its own.
+
+    `type` makes a value of what is typed.
+    """
     if several:
-        add_list(parser, name, values.count, metavar="N", help=f"{help}; several: each")
+        add_list(parser, name, type, metavar="N", help=f"{help}; several: each")
     else:
-        parser.add_argument(name, type=values.count, metavar="N", help=help)
+        parser.add_argument(name, type=type, metavar="N", help=help)
 
 
 def add_variant(parser: Parser) -> None:
@@ -153,8 +158,9 @@ def add_overrides(parser: Parser, several: bool = False) -> None:
     add_count(
         parser,
         "--world",
-        help="processes of a variant of family P, one a GPU (default: 2)",
+        help="processes, one a GPU: a number, or all for all GPUs (default: 1, and 2 for family P)",
         several=several,
+        type=values.world,
     )
     parser.add_argument(
         "--stages",

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from qa_lib.errors import UnknownName
 from qa_lib.spec.presets import MOST, find_preset
+from qa_lib.spec.resolve import ALL
 from qa_lib.spec.variants import find_variant
 
 
@@ -76,6 +77,13 @@ positive_number = number_between(
 learning_rate = number_between(
     float, "a learning rate, between 0 and 1", math.nextafter(0, 1), math.nextafter(1, 0)
 )
+
+
+def world(text: str) -> int | str:
+    """Return a number of processes, or ALL."""
+    return text if text == ALL else count(text)
+
+
 _capability = number_between(
     float, "a compute capability such as 7.5 (T4) or 9.0 (H100)", least=5, most=20
 )

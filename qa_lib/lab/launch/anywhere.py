@@ -71,14 +71,23 @@ def fit(
             _drop_checkpoint(run_dir)
     elif not spec.skip and is_finished(runs, spec):
         return _finished(run_dir, spec, say)
-    # DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process
-    # changed.
-    takes_torchrun = spec.world > 1 or spec.settings.parallel == "deepspeed"
-    if takes_torchrun and not spec.skip and not is_rank:
-        return run_processes(spec, runs, say)
+    if is_rank:
+        return fit_here(spec, runs, data, say)
     if spec.recommended:
         return _fit_recommended(spec, runs, say, force)
+    if takes_torchrun(spec):
+        return run_processes(spec, runs, say)
     return fit_here(spec, runs, data, say)
+
+
+def takes_torchrun(spec: Spec) -> bool:
+    """Return whether a spec is trained by processes that torchrun starts.
+
+    DeepSpeed asks for a launcher also of one process, and leaves the next Trainer of the process
+    changed.
+    """
+    is_of_several = spec.world > 1 or spec.settings.parallel == "deepspeed"
+    return is_of_several and not spec.skip
 
 
 def fit_here(spec: Spec, runs: str | Path, data: Data | None = None, say=print) -> dict:

@@ -10,15 +10,21 @@ import sys
 
 from qa_lib.errors import print_anything
 from qa_lib.lab.launch.process import Work, spec_from
-from qa_lib.signals import stoppable
+from qa_lib.signals import ended_soon, stoppable
 from qa_lib.spec.spec import Spec
+
+LAST_S = 5  # seconds that one of several processes has to write what ended it
 
 
 def train(spec: Spec, runs: str) -> None:
-    """Train one run, in this process."""
-    from qa_lib.lab.launch.anywhere import fit_here
+    """Train one run, in this process or in several that torchrun starts."""
+    from qa_lib.lab.launch.anywhere import fit_here, takes_torchrun
+    from qa_lib.lab.launch.torchrun import run_processes
 
-    fit_here(spec, runs)
+    if takes_torchrun(spec):
+        run_processes(spec, runs)
+    else:
+        fit_here(spec, runs)
 
 
 def supervise(spec: Spec, runs: str) -> None:
@@ -36,7 +42,7 @@ def be_rank(spec: Spec, runs: str) -> None:
     from qa_lib.lab.launch.anywhere import fit_here
 
     # torchrun ends by SIGTERM a process whose peer has failed.
-    with contextlib.suppress(KeyboardInterrupt), stoppable():
+    with contextlib.suppress(KeyboardInterrupt), stoppable(), ended_soon(LAST_S):
         if fit_here(spec, runs)["status"] != "oom":
             return
     sys.exit(1)

@@ -119,7 +119,8 @@ def probe_node(runs: Path, world: int | None) -> tuple[Machine, dict]:
     name = os.environ.get("SBATCH_PARTITION")
     partition = ["--partition", name] if name else []
     listed = slurm("sinfo", "--noheader", "--format=%G", *partition, capture_output=True, text=True)
-    asked = {"gpus": 1} if "gpu" in listed.stdout else {}
+    # Several, so that it is seen whether they are linked.
+    asked = {"gpus": world or 1} if "gpu" in listed.stdout else {}
     runs.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile(dir=runs.absolute(), prefix=".probe-") as log:
         words = sbatch([sys.executable, "-c", PROBE], Path(log.name), time=SPARE_MIN, **asked)

@@ -757,6 +757,23 @@ def zero1_overlap():
 
 @technique(
     "parallel",
+    "peers",
+    how=(
+        "Each process updates an equal share of the weights, and nothing is sent. One kernel "
+        "writes every gradient into the memory of the GPU that owns its weights, and the kernel "
+        "of the update writes the new weights into the memory of all GPUs. Three barriers a step "
+        "say when what is there is complete."
+    ),
+)
+def peers():
+    from qa_lib.kernels.peer_gradients import send_kernel
+    from qa_lib.train.parallel.peers import PeerShard
+
+    return [PeerShard, send_kernel]
+
+
+@technique(
+    "parallel",
     "fsdp2",
     how=(
         "Each process keeps a share of weights, gradients and optimizer alike. A layer gathers "

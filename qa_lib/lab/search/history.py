@@ -18,10 +18,10 @@ from qa_lib.spec.tasks import TASKS
 COMMITTED = ROOT / "runs"  # an installed package has those of the reference groups alone
 
 
-def committed_records(task: str) -> dict[str, list[dict]]:
-    """Return the committed records of a task's reference group, by variant."""
+def committed_records(task: str, group: str | None = None) -> dict[str, list[dict]]:
+    """Return the committed records of a group, by default the task's reference, by variant."""
     by_variant = defaultdict(list)
-    for run in read_runs(COMMITTED, TASKS[task].reference, left_out=_ignore):
+    for run in read_runs(COMMITTED, group or TASKS[task].reference, left_out=_ignore):
         by_variant[run.record["spec"]["variant"]].append(run.record)
     return dict(by_variant)
 

@@ -1,9 +1,10 @@
 """What a plan leaves to the machine: the variant behind `recommended`, and the micro-batch.
 
-`choose` takes the first of its task's variants `on_gpu` or `on_cpu` (TASKS), quickest first, that
-has its kernels on this GPU and whose predicted memory fits into what is free, at the micro-batch
-that is quickest by the committed records. `with_quickest_size` gives all variants of a plan one
-micro-batch (sizes.py), at the presets for one's own training (presets.QUICKEST).
+`choose` takes the first of its task's variants that has its kernels on this GPU and whose predicted
+memory fits into what is free, at the micro-batch that is quickest by the committed records. Those
+are `on_gpu` or `on_cpu` (TASKS), and for several processes `on_gpus` or `on_cpus`, the quickest
+first. `with_quickest_size` gives all variants of a plan one micro-batch (sizes.py), at the presets
+for one's own training (presets.QUICKEST).
 
 What this card could not do before, by the records below `runs`, is passed over (history.py). A run
 that is there keeps its size, so that it is resumed or returned, and not trained again at another.
@@ -33,7 +34,7 @@ from qa_lib.lab.search.sizes import (
 from qa_lib.lab.search.step_memory import config_of
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
-from qa_lib.spec.rules import lacking
+from qa_lib.spec.rules import lacking, lacking_gpus
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.tasks import TASKS
@@ -47,6 +48,9 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
     The first line of its `adjusted` says which one it is, and why. Raises UserError where no
     variant can train the model here.
     """
+    why = lacking_gpus(machine, spec.world)
+    if why:
+        raise UserError(f"recommended {why}")
     model_type = config_of(spec).model_type
     failed = failed_records(spec, runs)
     free_gib = machine.free_mib / 1024  # 0 where that is not known
@@ -70,7 +74,11 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
             reason = f"since {passed_over[-1][1]}" if passed_over else "the quickest known"
             if needed_gib:
                 reason += f"; predicted: {needed_gib:.1f} of {free_gib:.1f} GiB that are free"
-        sentence = f"recommended: {option_at_size} on {machine.hardware}, {reason}"
+        where = f"{spec.world} x {machine.hardware}" if spec.world > 1 else machine.hardware
+        sentence = f"recommended: {option_at_size} on {where}, {reason}"
+        slower = slower_than_one(option)
+        if slower:
+            sentence += f"; {slower}"
         return dataclasses.replace(
             option, chosen=spec.chosen, adjusted=[sentence, *option.adjusted]
         )
@@ -85,7 +93,10 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
 def _options(spec: Spec, machine: Machine, runs: str | Path) -> list[Spec]:
     """Return the task's variants at every micro-batch that is open, the one to prefer first."""
     task = TASKS[spec.preset.task]
-    variants = task.on_gpu if machine.gpus else task.on_cpu
+    if spec.world > 1:
+        variants = task.on_gpus if machine.gpus else task.on_cpus
+    else:
+        variants = task.on_gpu if machine.gpus else task.on_cpu
     committed = committed_records(spec.preset.task)
     options = []
     for variant in variants:
@@ -110,7 +121,36 @@ def open_sizes(spec: Spec, records: list[dict]) -> list[int]:
     usual = Settings().micro_batch
     batch = spec.preset.batch or usual
     most = usual if spec.hardware == "cpu" else batch
-    return quickest_first(divisors(batch, most), [records])
+    # Each process has an equal part of the batch.
+    return quickest_first(divisors(batch // spec.world, most), [records])
+
+
+def slower_than_one(option: Spec) -> str | None:
+    """Return in words that one GPU trains quicker than several at an option's batch.
+
+    None where the records do not say so: of this variant on so many GPUs, and of any that is
+    recommended on one, at the same samples a step.
+    """
+    if option.world == 1:
+        return None
+    task = TASKS[option.preset.task]
+    records = committed_records(task.name, task.reference_of_several)
+    speeds = {True: [], False: []}  # samples/s of one GPU, and of several
+    for variant, world in [(option.variant, option.world), *((name, 1) for name in task.on_gpu)]:
+        for entry in records.get(variant, []):
+            is_of_world = (entry["parallel"]["world"] or 1) == world
+            is_of_batch = entry["spec"]["preset"]["effective_batch"] == option.preset.batch
+            if is_of_world and is_of_batch and entry["speed"]["samples_per_s"]:
+                speeds[world == 1].append(entry["speed"]["samples_per_s"])
+    if not speeds[True] or not speeds[False]:
+        return None
+    of_one, of_several = max(speeds[True]), max(speeds[False])
+    if of_several >= of_one:
+        return None
+    return (
+        f"one GPU is quicker at {option.preset.batch} samples a step ({of_one:,.0f} samples/s "
+        f"instead of {of_several:,.0f}): --batch takes more"
+    )
 
 
 # The micro-batch of variants that are named.

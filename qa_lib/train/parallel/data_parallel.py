@@ -8,12 +8,15 @@ variants differ in how they average. `STRATEGIES` in train/loop.py has the class
 - `ddp` (Li et al. 2020): gradients are reduced in buckets while the backward pass still computes
   others (variant P1). `ddp-bf16` sends them in bf16 (variant P1-bf16).
 - `ddp-one-bucket`: one reduction of all gradients after the backward pass. Nothing hides it, but it
-  is one call, which a CUDA graph captures with the rest of the step (variant P-one-bucket).
+  is one call, which a CUDA graph captures with the rest of the step (variants P-one-bucket and
+  P-nccl).
 - `ddp-overlap`: a reduction for each part of the model, like that of `ddp-one-bucket`, while the
   backward pass computes the gradients of the parts below it (variant P-overlap, overlap.py).
 - `zero1` (ZeRO-1): each process updates a share of the weights, and sends it to the others (variant
   P-zero1, zero1.py).
 - `zero1-overlap`: `ddp-overlap` and `zero1` together (variant P-overlap-zero1).
+- `peers`: ZeRO-1 by pointers into the memory of other GPUs, which a CUDA graph captures with the
+  rest of the step, and in which NCCL has no part (variant P-peers, peers.py).
 - `fsdp2` (ZeRO-3, Zhao et al. 2023): each process keeps only a share of the weights, too, and each
   layer gathers its weights when it needs them (variant P-fsdp).
 
@@ -61,6 +64,8 @@ class NoParallel:
     local_square_norm = None
     # Whether all processes draw the same random numbers: they compute on the same samples.
     draws_alike = False
+    # Whether every process has all weights before a forward pass, and none comes in the pass.
+    has_all_weights = True
 
     def __init__(self, model: torch.nn.Module, ranks: ProcessGroup, settings: Settings):
         self.model = model
@@ -71,6 +76,9 @@ class NoParallel:
     def wrapped(self, forward: torch.nn.Module) -> torch.nn.Module:
         """Return the module that a forward pass calls: `forward`, compiled."""
         return compiled(forward, self.settings)
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        """Let the optimizer of `parameters`, which was made, take part in the exchange."""
 
     def begin(self) -> None:
         """Do what comes before the first forward pass of a step."""
@@ -193,6 +201,8 @@ class OneBucketDDP(NoParallel):
 
 class FSDP2(NoParallel):
     """PyTorch's fully_shard (FSDP2) over each layer, and over the rest of the model."""
+
+    has_all_weights = False
 
     def __init__(self, model, ranks, settings):
         mesh = dist.init_device_mesh(ranks.device.type, (ranks.world,))

@@ -154,6 +154,8 @@ class OverlapZero1(Zero1):
     or until `finish`.
     """
 
+    has_all_weights = False
+
     def flatten_parameters(self):
         regions = split_by_region(self.parameters, self.model)
         self.by_region = {

@@ -9,7 +9,7 @@ gradients. The same bytes on the way, and an n-th of the optimizer's work and me
 import torch
 import torch.distributed as dist
 
-from qa_lib.train.master_adamw import ALIGN
+from qa_lib.kernels.common import ALIGN
 from qa_lib.train.parallel.data_parallel import NoParallel, flatten, square_norm, total_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
 
@@ -33,12 +33,18 @@ class FlatShard:
         # The least multiple of ALIGN by which the parts of all processes hold all weights.
         length = -(-self.size // (ALIGN * ranks.world)) * ALIGN
         self.padding = parameters[0].new_zeros(length * ranks.world - self.size)
-        self.flat = torch.cat([*(p.detach().flatten() for p in parameters), self.padding])
+        self.flat = self.placed(
+            torch.cat([*(p.detach().flatten() for p in parameters), self.padding])
+        )
         begin = 0
         for parameter in parameters:
             parameter.data = self.flat[begin : begin + parameter.numel()].view_as(parameter)
             begin += parameter.numel()
         self.local_shard = torch.nn.Parameter(self.flat.view(ranks.world, length)[ranks.rank])
+
+    def placed(self, flat: torch.Tensor) -> torch.Tensor:
+        """Return a tensor like `flat`, with its values, in the memory that weights are to be in."""
+        return flat
 
     def reduce_grads(self) -> torch.Tensor:
         """Give each process its part of the gradients' mean over the processes.
