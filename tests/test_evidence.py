@@ -155,6 +155,10 @@ def test_a_table_without_rows_has_no_groups():
     assert evidence.groups_by_age(pd.DataFrame()) == []
 
 
+def test_committed_groups_are_not_known_without_git(tmp_path):
+    refused(r"cannot ask git which groups of .* are committed", evidence.committed_groups, tmp_path)
+
+
 # Which runs speak for a group.
 
 
