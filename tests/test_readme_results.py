@@ -154,6 +154,14 @@ def test_minutes_are_projected_where_no_training_was_measured_whole():
     assert text.startswith("**Projected from measured speed: three epochs")
 
 
+def test_minutes_take_a_speed_of_the_recommended_variant():
+    runs = without_whole_trainings()
+    chosen = select(runs, evidence.REFERENCE)
+    without = chosen[chosen["spec.variant"] != RECOMMENDED]
+    said = f"{RECOMMENDED} and the Trainer have not both been timed in {evidence.REFERENCE}"
+    refused(said, headline._minutes, runs, without)
+
+
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
     assert text.startswith(
@@ -349,6 +357,25 @@ def test_whether_f1_is_kept_follows_from_the_verdict(verdict, finding, monkeypat
     assert text.startswith(finding)
     assert "by +0.25 ± 0.20 at threshold 0" in text
     assert "(11 M parameters, 5 seeds," in text
+
+
+def test_an_f1_of_the_recommended_variant_that_was_not_measured_is_told():
+    runs = committed()
+    without = runs[runs["spec.variant"] != RECOMMENDED]
+    found = headline._kept(without, evidence.REFERENCE)
+    assert found == f"The F1 of {RECOMMENDED} has not been measured."
+
+
+def test_without_a_timed_language_model_there_is_no_block_about_one():
+    runs = committed()
+    without = runs[runs["spec.preset.name"] != "lm-bench"]
+    said = "no language model was timed"
+    refused(said, readme.language, without, evidence.REFERENCE, Path("figures"))
+
+
+def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("cannot read README.md in this folder: No such file", readme._pages_with_blocks)
 
 
 def test_what_no_record_shows_is_said():
