@@ -22,7 +22,8 @@ from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train import plain
-from qa_lib.train.loop import STRATEGIES
+from qa_lib.train.loop import STRATEGIES, OptimizerStep
+from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, set_rate, unscale
 from qa_lib.train.parallel.data_parallel import NoParallel
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -344,6 +345,30 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped_to_a
     assert parameter.grad.tolist() == [3.0] * 4
     clip(optimizer, lambda norm: norm)
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_masters_are_told_whose_gradients_their_norm_is_of():
+    optimizer = MasterAdamW([torch.nn.Parameter(torch.ones(4).bfloat16())])
+    strategy = Mock()
+    clip(optimizer, strategy.global_norm)
+    assert optimizer.global_norm is strategy.global_norm
+
+
+@pytest.mark.parametrize(
+    ("backend", "micro_batch", "is_kept"),
+    [("cudagraphs", 4, True), ("cudagraphs", 16, False), ("none", 4, False)],
+)
+def test_gradients_have_memory_of_their_own_where_graphs_add_to_them(
+    backend, micro_batch, is_kept, samples, monkeypatch
+):
+    """From before the first step on, since the address is recorded with the graph."""
+    spec = spec_of("A1", {"compile": backend}, micro_batch)
+    model = build_model(spec)
+    step = OptimizerStep(
+        model, batches_of(samples, spec), spec, Mock(), Mock(), ProcessGroup(DEVICE)
+    )
+    assert step.keep_gradients is is_kept
+    assert all((parameter.grad is not None) == is_kept for parameter in model.parameters())
 
 
 # In half precision, and by graphs that write their gradients to the same place again and again.
