@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, headline, readme
+from qa_lib.lab.report import cli, evidence, headline, readme, variants_table
 from qa_lib.lab.report.evidence import select
 from qa_lib.records.archive import read_runs, write_archive
 from qa_lib.spec.tasks import TASKS
@@ -371,6 +371,22 @@ def test_without_a_timed_language_model_there_is_no_block_about_one():
     without = runs[runs["spec.preset.name"] != "lm-bench"]
     said = "no language model was timed"
     refused(said, readme.language, without, evidence.REFERENCE, Path("figures"))
+
+
+def test_a_picture_stands_below_a_text_where_it_was_drawn(monkeypatch):
+    monkeypatch.setattr(readme, "picture_link", lambda path: f"![A title]({path})")
+    assert readme._above("A text.", Path("a.png")) == "A text.\n\n![A title](a.png)"
+    monkeypatch.setattr(readme, "picture_link", lambda path: "")
+    assert readme._above("A text.", Path("a.png")) == "A text."
+
+
+def test_a_point_of_f1_is_a_share_of_what_the_baselines_ok_runs_have_learnt(tmp_path):
+    make(tmp_path, "A1", f1=70.0)
+    make(tmp_path, "A1", seed=1, status="killed")
+    judged = evidence.load_runs(tmp_path).assign(**{"quality.always_null_f1": 50.0})
+    text = variants_table._source_of_scores(judged)
+    assert "Never answering scores 50.00 there and A1 70.00" in text
+    assert text.endswith("so that 1 F1 is 5.00 % of what A1 has learnt.")
 
 
 def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):
