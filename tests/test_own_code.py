@@ -6,6 +6,7 @@ import math
 import re
 import statistics
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,6 +129,31 @@ def test_the_bench_times_every_way_in_turns_and_says_which(capsys):
 @pytest.mark.parametrize("way", ["trainer", "trainer-tuned", "fast-trainer"])
 def test_the_bench_times_trainers(way):
     assert bench.measure(way, 0, bench.parsed([*BRIEF, way])) > 0
+
+
+@pytest.mark.parametrize(
+    ("way", "is_sped_up", "takes_packed", "dtype", "is_packed"),
+    [
+        ("loop", False, False, torch.float32, False),
+        ("speed_up", True, False, torch.float32, False),
+        ("packing", False, True, torch.float32, True),
+        ("masters", True, False, torch.bfloat16, True),
+        ("all", True, False, torch.bfloat16, True),
+    ],
+)
+def test_a_way_of_the_bench_has_these_techniques(
+    way, is_sped_up, takes_packed, dtype, is_packed, monkeypatch
+):
+    seen = Mock()
+    for name in ("speed_up", "take_packed", "time_loop", "loader_of", "plain_step", "master_step"):
+        monkeypatch.setattr(bench, name, getattr(seen, name))
+    bench.train_by(way, bench.parsed([*BRIEF, way]), bench.Measured(1, 4))
+    make = seen.master_step if dtype == torch.bfloat16 else seen.plain_step
+    model = make.call_args.args[0]
+    assert model.dtype == dtype
+    assert (seen.speed_up.called, seen.take_packed.called) == (is_sped_up, takes_packed)
+    assert seen.loader_of.call_args.args[1:] == (4, is_packed)
+    assert seen.time_loop.call_args.args[0] is make.return_value
 
 
 def test_a_stopped_bench_prints_what_was_measured(capsys, monkeypatch):

@@ -355,6 +355,27 @@ def test_masters_are_told_whose_gradients_their_norm_is_of():
 
 
 @pytest.mark.parametrize(
+    ("settings", "casts"),
+    [
+        ({}, False),
+        ({"feed_forward": "fp8"}, True),
+        ({"feed_forward": "fp8", "compile": "inductor"}, False),
+    ],
+)
+def test_weights_in_8_bits_are_cast_ahead_where_no_compiler_casts_them(
+    settings, casts, samples, monkeypatch
+):
+    cast = Mock()
+    monkeypatch.setattr("qa_lib.train.loop.cast_weights", cast)
+    spec = spec_of("A1", {"precision": "bf16", "optimizer": "adamw-master"} | settings)
+    batches = batches_of(samples, spec)
+    model = torch.nn.Linear(2, 2).bfloat16()
+    step = OptimizerStep(model, batches, spec, Mock(), Mock(), ProcessGroup(DEVICE))
+    step.cast_weights()
+    assert cast.called is casts
+
+
+@pytest.mark.parametrize(
     ("backend", "micro_batch", "is_kept"),
     [("cudagraphs", 4, True), ("cudagraphs", 16, False), ("none", 4, False)],
 )
