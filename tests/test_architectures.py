@@ -17,7 +17,16 @@ from qa_lib.model.packed import Packed
 from qa_lib.spec.recipes import RECIPES
 from tests.conftest import slow
 from tests.material import refused
-from tests.tiny import checkpoint, having, losses_of, planned, resized, trained, without_dropout
+from tests.tiny import (
+    H200,
+    checkpoint,
+    having,
+    losses_of,
+    planned,
+    resized,
+    trained,
+    without_dropout,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -259,3 +268,8 @@ def test_adapters_by_berts_names_are_beside_every_linear_layer_of_an_encoder(kin
     assert own == with_adapters
     attention = layer.get_submodule(encoder.self_attention)
     assert all(attention.get_submodule(name).out_features for name in encoder.projections)
+
+
+def test_a_run_that_an_encoder_cannot_have_is_skipped_by_a_plan(folders):
+    spec = planned("E-qkv", model=folders["distilbert"], machine=H200)
+    assert spec.skip.startswith("does not fit distilbert: ")

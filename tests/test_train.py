@@ -848,8 +848,9 @@ def write_losses(folder, losses, scale):
     log.write([0.01] * len(losses))
 
 
-def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
-    write_losses(tmp_path, [1.0, float("inf"), 1.0], scale=2.0**15)
+@pytest.mark.parametrize("scale", [2.0**15, 2.0])
+def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(scale, tmp_path):
+    write_losses(tmp_path, [1.0, float("inf"), 1.0], scale=scale)
     assert losses_of(tmp_path) == [1.0, None, 1.0]
 
 
