@@ -232,6 +232,11 @@ def test_a_trial_takes_the_older_kernels_and_says_so_where_attention_has_others(
     assert (said in trial.adjusted) == (capability == TURING)
 
 
+def test_a_trial_at_another_size_is_asked_for_that_size():
+    trial = max_batch._at_size(first_trial(75, 75), 24)
+    assert (trial.asked.micro_batch, trial.settings.micro_batch) == (24, 24)
+
+
 def searched_with(status):
     """What a search says of trials that all end so, and the launcher that it had."""
     trial = first_trial(TURING, HOPPER)
