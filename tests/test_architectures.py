@@ -17,7 +17,16 @@ from qa_lib.model.packed import Packed
 from qa_lib.spec.recipes import RECIPES
 from tests.conftest import slow
 from tests.material import refused
-from tests.tiny import checkpoint, having, losses_of, planned, resized, trained, without_dropout
+from tests.tiny import (
+    H200,
+    checkpoint,
+    having,
+    losses_of,
+    planned,
+    resized,
+    trained,
+    without_dropout,
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -244,3 +253,23 @@ def test_gradients_pass_layers_down_to_the_lowest_that_trains(folders):
         module.requires_grad_(False)
         passed.append(architectures.layers_passed(model))
     assert passed == [2, 2, 1, 0]
+
+
+@pytest.mark.parametrize("kind", having("B1-all"))
+def test_adapters_by_berts_names_are_beside_every_linear_layer_of_an_encoder(kind, folders):
+    model = build_model(spec_of("B1-all", folders[kind]))
+    encoder = architectures.ENCODERS[kind]
+    layers = [name for name, _ in model.named_modules() if name.endswith(f"{encoder.layers}.0")]
+    layer = model.get_submodule(layers[0])
+    # An adapter's own two matrices are below the layer that has it.
+    linears = {name for name, module in layer.named_modules() if hasattr(module, "in_features")}
+    with_adapters = {name for name, module in layer.named_modules() if hasattr(module, "lora_A")}
+    own = {name for name in linears if ".lora_" not in name and not name.endswith("base_layer")}
+    assert own == with_adapters
+    attention = layer.get_submodule(encoder.self_attention)
+    assert all(attention.get_submodule(name).out_features for name in encoder.projections)
+
+
+def test_a_run_that_an_encoder_cannot_have_is_skipped_by_a_plan(folders):
+    spec = planned("E-qkv", model=folders["distilbert"], machine=H200)
+    assert spec.skip.startswith("does not fit distilbert: ")

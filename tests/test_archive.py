@@ -368,6 +368,23 @@ def spoil_second_line(path: Path, old: str, new: str) -> str:
     return spoilt
 
 
+def test_an_archive_that_cannot_be_read_costs_itself_and_is_named(runs, monkeypatch):
+    archive_alone(runs)
+    (runs / "a-bench.jsonl").write_text("")
+    read_bytes = Path.read_bytes
+
+    def refuse(path):
+        if path.name == "a-bench.jsonl":
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    told = []
+    found = read_runs(runs, left_out=lambda group, problem: told.append((group, str(problem))))
+    assert len(found) == 3
+    assert told == [("a-bench", f"{runs}/a-bench.jsonl: not readable (Permission denied)")]
+
+
 @pytest.mark.parametrize(("old", "new", "message"), SPOILT)
 def test_a_broken_line_costs_itself_and_is_named(runs, old, new, message):
     path = archive_alone(runs)

@@ -28,6 +28,7 @@ WORDS = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
         ({"stage": 2}, "did you mean 'stages'"),
         ({"seeds": 0}, r"seeds is 0, and not a list of at least one: write seeds=\[0\]"),
         ({"variants": "A1"}, r"variants is 'A1', and not a list .* write variants=\['A1'\]"),
+        ({"variants": ""}, r"variants is '', and not a list of at least one$"),
         ({"variants": [["A1"]]}, r"unknown variant \['A1'\]"),
         ({"variants": [None]}, "unknown variant None"),
         ({"preset": ["smoke"]}, r"unknown preset \['smoke'\]"),

@@ -23,7 +23,7 @@ from qa_lib.errors import UserError
 from qa_lib.lab import run
 from qa_lib.lab.cli import values
 from qa_lib.lab.cli.options import SHOWN_PRESETS, overrides_of, variants_of
-from qa_lib.lab.cli.verbs import GROUPS, VERBS, parser_of
+from qa_lib.lab.cli.verbs import GROUPS, VERBS, help_text, parser_of
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import variants
 from qa_lib.packages import how_to_have
@@ -230,6 +230,27 @@ def test_a_mistake_is_one_line_and_exit_code_2(command, beginning, capsys):
     assert out == ""
     assert err.startswith(f"error: {beginning}")
     assert err.count("\n") == 1
+
+
+def test_the_help_has_a_line_for_every_verb_below_its_group():
+    lines = help_text().splitlines()
+    for group, verbs in GROUPS.items():
+        at = lines.index(f"{group}:") + 1
+        expected = [f"  {verb:12}{parser_of(verb).summary}" for verb in verbs]
+        assert lines[at : at + len(verbs)] == expected
+
+
+def test_a_link_to_a_folder_is_a_folder_and_one_that_leads_nowhere_is_none(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    (tmp_path / "lost").symlink_to("nowhere")
+    assert values.folder(str(tmp_path / "link")) == tmp_path / "link"
+    with pytest.raises(argparse.ArgumentTypeError, match="is a link that leads nowhere"):
+        values.folder(str(tmp_path / "lost"))
+
+
+def test_a_sweep_runs_on_this_machine_unless_it_is_told_otherwise():
+    assert parser_of("sweep").parse_args(["--preset", "smoke"]).launcher == "local"
 
 
 def test_a_folder_that_cannot_be_written_to_is_refused_where_it_is_the_default(

@@ -130,6 +130,14 @@ def test_columns_of_answers_that_are_not_as_long_are_refused(texts):
     )
 
 
+@pytest.mark.parametrize("missing", ["text", "answer_start"])
+def test_one_column_of_answers_alone_is_no_list_of_answers(missing):
+    answers = {"text": ["The"], "answer_start": [0]} | {missing: None}
+    row = {"id": "a", "question": "b", "context": CONTEXT, "answers": answers}
+    rows = flat_rows(datasets.Dataset.from_list([row]), "saved")
+    refused("question 'a': no list under 'answers'", build_examples, rows, "", True)
+
+
 def test_flat_data_of_another_kind_is_refused(tmp_path):
     row = {"id": "a", "question": "b", "context": "c"}
     for name, odd in (("poor", row), ("odd", row | {"answers": "d"})):

@@ -224,6 +224,15 @@ def test_an_n_best_list_has_probabilities_that_sum_to_one(answers):
         assert sum(entry["probability"] for entry in entries) == pytest.approx(1)
 
 
+def test_an_n_best_list_that_no_answer_comes_last_in_is_longer_by_that_one(samples):
+    both = logits(samples)
+    both[:, :, 0] = -100
+    found = decode(samples, EXAMPLES, *in_order(samples, both), n_best=2)
+    longest = max(found.nbest.values(), key=len)
+    assert len(longest) == 3
+    assert longest[-1]["text"] == ""
+
+
 def test_an_entry_has_its_score_and_its_place_in_the_paragraph(answers):
     for number, asked in enumerate(EXAMPLES):
         for entry in answers.entries(number):

@@ -155,6 +155,10 @@ def test_a_table_without_rows_has_no_groups():
     assert evidence.groups_by_age(pd.DataFrame()) == []
 
 
+def test_committed_groups_are_not_known_without_git(tmp_path):
+    refused(r"cannot ask git which groups of .* are committed", evidence.committed_groups, tmp_path)
+
+
 # Which runs speak for a group.
 
 
@@ -184,6 +188,13 @@ def test_a_group_without_scores_is_judged_by_other_hardware():
     unscored = reference.assign(**{"group": "new-bench", "spec.hardware": "new"})
     judging = evidence.judging_runs(pd.concat([every, unscored], ignore_index=True), "new-bench")
     assert set(judging["spec.preset.name"]) == {"quality"}
+
+
+def test_a_group_with_scores_is_judged_by_the_runs_of_quality_on_its_hardware(tmp_path):
+    make(tmp_path, "A1")
+    make(tmp_path, "A1", preset="quality")
+    judging = evidence.judging_runs(load_runs(tmp_path), GROUP)
+    assert set(judging["group"]) == {"cpu-quality"}
 
 
 def test_the_nearest_runs_are_of_a_group_whose_baseline_has_run():
@@ -794,6 +805,7 @@ def test_tokens_a_second_are_shown_of_a_language_model_alone(line):
 def test_a_count_from_1000_on_is_in_thousands():
     assert format.count(999) == "999"
     assert format.count(1_000) == "1 k"
+    assert format.count(999_500) == "1 M"
 
 
 def test_what_is_missing_is_a_dash_and_a_column_of_dashes_is_left_out():

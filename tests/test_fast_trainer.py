@@ -6,6 +6,7 @@ import torch
 from datasets import Dataset
 from transformers import Trainer, TrainingArguments
 
+from qa_lib.own import trainer as own_trainer
 from qa_lib.own.packing import PackedDataset
 from qa_lib.own.trainer import CapturedBackward, FastTrainer
 from qa_lib.train.master_adamw import MasterAdamW
@@ -239,3 +240,27 @@ def test_several_gpus_of_one_process_are_refused(tmp_path):
     several = arguments(tmp_path)
     several._n_gpu = 2
     refused("one process sees 2 GPUs: torchrun", FastTrainer, tiny_model(), several)
+
+
+def test_an_epoch_has_as_many_examples_as_the_dataset(tmp_path):
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, count=21)
+    assert trainer.num_examples(trainer.get_train_dataloader()) == 21
+
+
+def test_a_line_says_how_the_training_data_was_packed(tmp_path):
+    said = []
+    trainer_of(FastTrainer, "sequences", tmp_path, say=said.append).get_train_dataloader()
+    assert said[-1].startswith("16 samples in 1 packed sequences of ")
+
+
+def test_the_loader_takes_what_the_arguments_say_of_workers(tmp_path):
+    options = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 5}
+    loader = trainer_of(FastTrainer, "sequences", tmp_path, **options).get_train_dataloader()
+    assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
+
+
+def test_a_graph_of_several_processes_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(own_trainer, "check_capture", lambda device: None)
+    monkeypatch.setattr(TrainingArguments, "world_size", 2)
+    said = "cuda_graph is for one process"
+    refused(said, trainer_of, FastTrainer, "sequences", tmp_path, cuda_graph=True)

@@ -86,6 +86,17 @@ def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
     refused("shared the GPU", figures.timed, own.assign(**{"time.wall_s": math.nan}))
 
 
+def test_one_variant_is_no_ladder(own):
+    alone = own[own["spec.variant"] == "A1"]
+    refused("the ladder has one rung", figures.fig_ladder, alone)
+
+
+def test_ratios_take_a_speed_of_the_baseline(own):
+    unknown = own["speed.samples_per_s"].mask(own["spec.variant"] == "A1")
+    untimed = own.assign(**{"speed.samples_per_s": unknown})
+    refused("the baseline A1 has no measured speed in this group", figures.timed, untimed)
+
+
 # Profiles.
 
 
@@ -105,6 +116,11 @@ def profiled(tmp_path, profile):
 def test_a_step_of_the_quickest_variant_stands_beside_the_baselines(profiled):
     title = style.title_of(profile_figures.fig_step(profiled))
     assert title == "A step takes 7.50 ms in A1, 7.50 ms in A3"
+
+
+def test_a_baselines_profile_alone_is_not_drawn(profiled):
+    alone = profiled[profiled["spec.variant"] == "A1"]
+    refused("no profile of A1 beside another variant's", profile_figures.fig_step, alone)
 
 
 def test_memory_is_drawn_without_profiles_of_code_that_took_other_memory(profiled):

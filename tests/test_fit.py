@@ -14,6 +14,7 @@ import torch
 from qa_lib.lab.launch import anywhere
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.launch.driver import DRIVER, SHARE, START, surroundings
+from qa_lib.measure.meter import Meter
 from qa_lib.model import build, hf_checkpoint
 from qa_lib.model.build import build_model
 from qa_lib.records import record
@@ -76,6 +77,20 @@ def test_the_first_step_is_timed_of_a_processs_first_run_alone(tmp_path):
     for _ in range(2):
         entry = fit(short(), tmp_path, say=quiet, force=True)
     assert entry["time"]["first_step_s"] is None
+
+
+def test_speed_is_told_by_the_devices_rate_and_the_number_of_processes(tmp_path, monkeypatch):
+    asked = []
+    speed = Meter.speed
+
+    def asking(meter, flops, matrix_tflops, world):
+        asked.append((matrix_tflops, world))
+        return speed(meter, flops, matrix_tflops, world)
+
+    monkeypatch.setattr(Meter, "speed", asking)
+    monkeypatch.setattr(fitting.hardware, "matrix_rate", lambda *_: 7.5)
+    fit(short(), tmp_path, say=quiet)
+    assert asked == [(7.5, 1)]
 
 
 def test_preparing_a_steps_data_is_a_part_of_the_step(tmp_path):

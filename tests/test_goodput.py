@@ -72,6 +72,11 @@ def test_efficiency_falls_no_lower_than_to_the_share_of_the_reference(batch):
     assert REFERENCE / batch < efficiency(Noise(sqr=1.0, var=500.0), batch) < 1
 
 
+def test_a_gradient_of_any_length_above_0_has_a_noise_scale():
+    assert grad_noise.noise_scale(Noise(sqr=0.5, var=0.25)) == 0.5
+    assert grad_noise.noise_scale(Noise(sqr=0.0, var=1.0)) is None
+
+
 @pytest.mark.parametrize("found", [Noise(sqr=-0.1, var=5.0), Noise(sqr=1.0, var=-0.1), Noise()])
 def test_where_noise_has_hidden_the_gradient_there_is_no_efficiency(found):
     assert efficiency(found, 64) is None
@@ -107,6 +112,15 @@ def test_a_process_alone_compares_its_first_micro_batch_with_all(alone, ranks):
     assert found.sqr == pytest.approx(expected.sqr)
     assert found.var == pytest.approx(expected.var)
     assert found.steps == 1
+
+
+def test_a_process_with_one_micro_batch_is_a_part_by_that(alone):
+    model = torch.nn.Linear(3, 1)
+    strategy = OneBucketDDP(model, alone, Settings(precision="fp32"))
+    model(torch.ones(2, 3)).sum().backward()
+    strategy.reduce_grads()
+    square = sum(parameter.grad.square().sum() for parameter in model.parameters())
+    torch.testing.assert_close(strategy.local_square_norm, square)
 
 
 def test_a_process_alone_that_would_send_meanwhile_notes_the_same(ranks, monkeypatch):
@@ -146,6 +160,16 @@ def test_the_means_reach_back_over_as_many_samples_whatever_the_batch(batch, ran
     found = ranks.stats.noise(2 * steps)
     assert found.sqr == pytest.approx(expected.sqr, rel=0.01)
     assert found.var == pytest.approx(expected.var, rel=0.01)
+
+
+def test_square_norms_of_a_pipelines_stages_add_up(ranks):
+    """A mean over all processes is that over the stages of each replica's mean."""
+    stats = grad_noise.StepStats(ranks)
+    stats.note_norms(torch.tensor(2.0), torch.tensor(1.0))
+    alone = stats.noise(1)
+    ranks.stages = 2
+    assert stats.noise(1).sqr == pytest.approx(2 * alone.sqr)
+    assert stats.noise(1).var == pytest.approx(2 * alone.var)
 
 
 def test_gradients_that_are_not_finite_leave_no_noise_scale(ranks):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from qa_lib.errors import UserError
 from qa_lib.own.graphed_step import GraphedStep, check_capture, rates_on_device
 from qa_lib.own.packing import PackedCollator, pack
 from qa_lib.own.speed_up import speed_up
@@ -168,3 +169,30 @@ def test_an_optimizer_in_the_models_place_is_refused():
 def test_a_batch_that_has_no_tensors_is_refused():
     (batch,) = batches(1)
     refused("texts of the batch is a list, and the model is on", a_step(), batch | {"texts": []})
+
+
+@pytest.mark.parametrize(
+    ("problem", "raised"),
+    [
+        (RuntimeError("operation not permitted"), UserError),
+        (torch.OutOfMemoryError("no memory"), torch.OutOfMemoryError),
+    ],
+)
+def test_what_stops_a_capture_is_told_from_a_lack_of_memory(problem, raised):
+    def fail(_):
+        raise problem
+
+    step = a_step()
+    step.rates = rates_on_device(step.optimizer, DEVICE)
+    step.take_step = fail
+    with pytest.raises(raised, match=str(problem)):
+        step(batches(1)[0])
+
+
+def test_a_rate_that_was_set_by_hand_is_written_into_the_captured_one():
+    step = a_step()
+    step.rates = rates_on_device(step.optimizer, DEVICE)
+    step.optimizer.param_groups[0]["lr"] = 0.25
+    step(batches(1)[0])
+    assert step.optimizer.param_groups[0]["lr"] is step.rates[0]
+    assert step.rates[0] == 0.25

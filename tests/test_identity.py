@@ -316,6 +316,16 @@ SPOILT = {
 }
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "built"),
+    [("position_embedding_type", "relative_key", "absolute"), ("is_decoder", True, "False")],
+)
+def test_a_configuration_that_asks_for_what_is_not_built_is_refused(model, name, value, built):
+    edited(model / "config.json", **{name: value})
+    said = f"{name} is '{value}' in config.json, and {built} alone is built"
+    refused(said, load_qa_model, model)
+
+
 @pytest.mark.parametrize("name", SPOILT)
 def test_a_models_configuration_is_read_inside_one_guard_in_every_verb(model, squad, name):
     uses = [

@@ -675,6 +675,9 @@ def test_no_two_elements_of_an_optimizer_have_the_same_number():
     parameters = [torch.nn.Parameter(torch.ones(size).bfloat16()) for size in (10, 5, 3)]
     states = optimizer_of(parameters).state.values()
     assert [state["first"].item() for state in states] == [0, 10, 15]
+    groups = [{"params": parameters[:2]}, {"params": parameters[2:]}]
+    states = MasterAdamW(groups).state.values()
+    assert [state["first"].item() for state in states] == [0, 10, 15]
 
 
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():

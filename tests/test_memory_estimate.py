@@ -16,6 +16,7 @@ from qa_lib.lab.search.memory_estimate import (
     gpu_of,
     predicted,
     tokens_of_micro_batch,
+    unpredicted,
 )
 from qa_lib.lab.search.squad_lengths import SquadLengths
 from qa_lib.lab.search.step_memory import StepMemory
@@ -74,6 +75,18 @@ def test_the_verb_says_what_a_gpu_cannot_run(printed):
 
 def test_the_verb_says_what_is_not_predicted(printed):
     assert "A1-int8: what training on rounded weights keeps" in printed
+
+
+@pytest.mark.parametrize(
+    ("variant", "who"),
+    [
+        ("E-searched", "the searched rival"),
+        ("A1-int8", "training on rounded weights"),
+    ],
+)
+def test_no_memory_is_predicted_of_a_searched_rival_and_of_rounded_weights(variant, who):
+    why = f"what {who} keeps for its backward pass is not predicted"
+    assert unpredicted(planned(variant, model="tiny", machine=gpu_of(HOPPER))) == why
 
 
 def test_a_run_on_a_cpu_is_refused(bert_base):
@@ -217,6 +230,11 @@ def test_a_trial_takes_the_older_kernels_and_says_so_where_attention_has_others(
     assert trial.settings.micro_batch == max_batch.STEP
     said = "attention kernels: those of compute capability 7.5"
     assert (said in trial.adjusted) == (capability == TURING)
+
+
+def test_a_trial_at_another_size_is_asked_for_that_size():
+    trial = max_batch._at_size(first_trial(75, 75), 24)
+    assert (trial.asked.micro_batch, trial.settings.micro_batch) == (24, 24)
 
 
 def searched_with(status):

@@ -1,5 +1,6 @@
 """What the notebooks say about parameters, a machine, answers, and runs of a family."""
 
+import dataclasses
 import functools
 import re
 from types import SimpleNamespace
@@ -13,10 +14,12 @@ from qa_lib.lab.report.notebook import (
     answers,
     check_parameters,
     committed,
+    describe,
     family_table,
     finished,
 )
 from qa_lib.spec.variants import FAMILIES, find_variant
+from tests import material
 from tests.material import ROOT, leave, refused, write
 from tests.report_runs import make_one_of_each_kind
 from tests.tiny import planned
@@ -50,6 +53,14 @@ def test_a_card_is_named_with_what_suits_it():
 
 def test_a_cpu_is_told_what_it_can_do():
     assert "No GPU here" in advice("cpu")
+
+
+def test_what_a_run_trains_is_told_with_what_this_machine_changes_of_it():
+    spec = dataclasses.replace(planned("A1"), adjusted=["one thread"], skip="no GPU")
+    text = describe(spec)
+    assert "Preset smoke, seed 0: tiny on synthetic:40, " in text
+    assert "Adjusted to this machine: one thread." in text
+    assert "**Skipped here**: no GPU." in text
 
 
 # Answers.
@@ -151,6 +162,11 @@ def test_a_familys_table_has_no_speeds_of_a_cpu(every):
 
 # Families whose first variant with a committed run is not the first of the family.
 FIRST_COMMITTED = {"L": "L-dropout", "P": "P1", "E": "E-moments"}
+
+
+def test_a_family_without_committed_runs_has_no_table(monkeypatch):
+    monkeypatch.setattr(evidence, "load_runs", lambda runs: material.committed()[:0])
+    refused("no committed group has family E", committed, "E")
 
 
 LOADED_ONCE = functools.cache(load_runs)

@@ -2,8 +2,11 @@
 
 import inspect
 import json
+import math
 import re
+import statistics
 import textwrap
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -128,6 +131,31 @@ def test_the_bench_times_trainers(way):
     assert bench.measure(way, 0, bench.parsed([*BRIEF, way])) > 0
 
 
+@pytest.mark.parametrize(
+    ("way", "is_sped_up", "takes_packed", "dtype", "is_packed"),
+    [
+        ("loop", False, False, torch.float32, False),
+        ("speed_up", True, False, torch.float32, False),
+        ("packing", False, True, torch.float32, True),
+        ("masters", True, False, torch.bfloat16, True),
+        ("all", True, False, torch.bfloat16, True),
+    ],
+)
+def test_a_way_of_the_bench_has_these_techniques(
+    way, is_sped_up, takes_packed, dtype, is_packed, monkeypatch
+):
+    seen = Mock()
+    for name in ("speed_up", "take_packed", "time_loop", "loader_of", "plain_step", "master_step"):
+        monkeypatch.setattr(bench, name, getattr(seen, name))
+    bench.train_by(way, bench.parsed([*BRIEF, way]), bench.Measured(1, 4))
+    make = seen.master_step if dtype == torch.bfloat16 else seen.plain_step
+    model = make.call_args.args[0]
+    assert model.dtype == dtype
+    assert (seen.speed_up.called, seen.take_packed.called) == (is_sped_up, takes_packed)
+    assert seen.loader_of.call_args.args[1:] == (4, is_packed)
+    assert seen.time_loop.call_args.args[0] is make.return_value
+
+
 def test_a_stopped_bench_prints_what_was_measured(capsys, monkeypatch):
     """The second way is stopped in the second of its three steps that are timed."""
     real_step = bench.plain_step
@@ -177,6 +205,58 @@ def test_the_benchs_help_has_an_example(capsys):
     examples = re.findall(r"^  python -m qa_lib.own.bench (.*)$", help_text, re.M)
     assert all(bench.parsed(words.split()) for words in examples)
     assert examples
+
+
+def test_the_bench_takes_all_ways_at_pairs_of_sentences_where_nothing_else_is_said():
+    assert vars(bench.parsed([])) == {
+        "task": "pairs",
+        "size": "tiny",
+        "ways": bench.WAYS,
+        "batch": 32,
+        "samples": 4096,
+        "steps": 100,
+        "warm_up": 20,
+        "rounds": 3,
+    }
+
+
+def test_no_step_of_a_warm_up_that_was_stopped_has_been_timed():
+    measured = bench.Measured(warm_up=3, batch=4)
+    measured.step()
+    assert measured.timed_steps == 0
+
+
+def test_a_loops_result_has_the_mean_of_its_first_and_of_its_last_ten_losses():
+    measured = bench.Measured(warm_up=0, batch=4)
+    for loss in range(25):
+        measured.step(torch.tensor(loss))
+    result = measured.result()
+    assert (result["first_loss"], result["last_loss"]) == (4.5, 19.5)
+    assert result["steps"] == 25
+
+
+def test_the_benchs_plain_batches_are_whole_and_in_another_order_in_each_epoch():
+    samples = [{"input_ids": [number], "labels": 0} for number in range(10)]
+    torch.manual_seed(0)
+    batches = list(bench.repeated(bench.loader_of(samples, 4, is_packed=False), 4))
+    ids = [batch["input_ids"] for batch in batches]
+    epochs = torch.cat(ids[:2]), torch.cat(ids[2:])
+    assert [len(rows) for rows in ids] == [4, 4, 4, 4]
+    assert not torch.equal(*epochs)
+    assert len(set(epochs[0].flatten().tolist())) == 8
+
+
+@pytest.mark.parametrize(
+    ("task", "median", "spread", "longest"),
+    [("pairs", 36, 0.45, 128), ("paragraphs", 160, 0.35, 384), ("labels", 22, 0.6, 128)],
+)
+def test_the_benchs_samples_are_as_long_as_those_of_the_data_sets(task, median, spread, longest):
+    lengths = [len(sample["input_ids"]) for sample in bench.drawn_samples(task, 4000, 100)]
+    assert statistics.median(lengths) == pytest.approx(median, abs=3)
+    assert longest / 1.2 < max(lengths) <= longest
+    # The spread is that of the lengths' logarithms: 68 % lie within it of the median.
+    within = [abs(math.log(length / median)) < spread for length in lengths]
+    assert statistics.mean(within) == pytest.approx(0.68, abs=0.03)
 
 
 def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):

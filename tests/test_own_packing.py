@@ -1,12 +1,13 @@
 """Any dataset packed: what a model answers for each sample, full sequences, and what is refused."""
 
+import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from qa_lib.own import packed_model
-from qa_lib.own.packing import PackedCollator, pack
+from qa_lib.own.packing import PackedCollator, _perhaps_cut, pack
 from qa_lib.own.speed_up import KINDS, speed_up
 from tests.material import refused
 from tests.own import HEADS, LENGTHS, drawn_samples, quiet, tiny_model
@@ -191,6 +192,25 @@ def test_samples_that_may_have_been_cut_are_told():
         "50 of 100 samples have exactly 60 tokens, many more than have any number just below: "
         "the tokenizer may have cut them"
     )
+
+
+@pytest.mark.parametrize(
+    ("at_most", "below", "others", "cut"),
+    [
+        (6, 0, 500, 6),
+        (5, 0, 400, 0),  # at the fifth, chance may have made them
+        (30, 5, 500, 30),
+        (25, 5, 500, 0),
+        (10, 1, 900, 10),
+        (10, 1, 1100, 0),  # less than 1 % of all
+    ],
+)
+def test_samples_count_as_cut_where_far_more_have_the_longest_length_than_any_below(
+    at_most, below, others, cut
+):
+    """`below` samples have each of the ten lengths below the longest, 50; others are shorter."""
+    lengths = [50] * at_most + list(range(40, 50)) * below + [10] * (others - 10 * below - at_most)
+    assert _perhaps_cut(np.array(lengths)) == cut
 
 
 def test_samples_of_one_length_are_not_taken_for_cut():

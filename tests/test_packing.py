@@ -590,3 +590,10 @@ def test_regions_count_positions_and_widen_embeddings_as_the_whole_model_does(ki
     packed.eval()
     regions = RegionalModel(packed, lambda part: part)
     torch.testing.assert_close(regions(**inputs), packed(**inputs).loss)
+
+
+def test_samples_of_equal_length_are_dealt_in_their_order():
+    """Also where a sort that is not stable would mix them, so that runs stay the same."""
+    dealt = deal(np.arange(400), np.resize([5, 6, 7, 8], 400), 2).tolist()
+    assert dealt[:100] == [[4 * place + 3, 4 * place] for place in range(100)]
+    assert dealt[100:] == [[4 * place + 2, 4 * place + 1] for place in range(100)]

@@ -5,6 +5,7 @@ Each option trains as the plain fp32 step does, and packing leaves hardly any pa
 
 import itertools
 import json
+import sys
 import time
 from types import SimpleNamespace
 from unittest.mock import Mock, call
@@ -12,6 +13,7 @@ from unittest.mock import Mock, call
 import numpy as np
 import pytest
 import torch
+from transformers import BertConfig, GPT2Config
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from qa_lib.peers import adamw, bert, gpt2, mpnet, packing, processes, search, search_trainer
@@ -319,11 +321,12 @@ def measured(measure, task, out, timeout_s=60.0, within_s=120.0) -> dict:
     return measurements({"name": "x"}, task)
 
 
-def test_a_result_of_another_process_is_appended_as_a_line(tmp_path):
+def test_a_result_of_another_process_is_printed_and_appended_as_a_line(tmp_path, capsys):
     out = tmp_path / "lines.jsonl"
     out.write_text("before\n")
     assert measured(dict, {"ms": 1.5}, out) == {"ms": 1.5}
     before, text = out.read_text().splitlines()
+    assert capsys.readouterr().out == f"{text}\n"
     assert before == "before"
     line = json.loads(text)
     assert line["name"] == "x"
@@ -343,10 +346,11 @@ def test_a_measurement_that_takes_too_long_is_ended(tmp_path):
     assert time.monotonic() - begin < 60
 
 
-def test_no_measurement_begins_without_time_left(tmp_path):
+def test_no_measurement_begins_without_time_left(tmp_path, capsys):
     result = measured(dict, {}, tmp_path / "lines.jsonl", within_s=processes.LEAST_S - 1)
     assert result == {"error": "no time left"}
     assert not (tmp_path / "lines.jsonl").exists()
+    assert json.loads(capsys.readouterr().out)["error"] == "no time left"
 
 
 @pytest.mark.parametrize(
@@ -453,6 +457,36 @@ def test_no_seed_of_the_rounding_comes_twice(monkeypatch):
     for _ in range(3):
         optimizer.step([torch.ones_like(parameter) for parameter in model.parameters()])
     assert len(seeds) == len(set(seeds)) == 3 * len(optimizer.weights) == 6
+
+
+def test_the_bits_of_hashed_rounding_are_those_of_murmurhash3():
+    number = np.arange(50, dtype=np.uint32)
+    seed = np.uint32(7)
+    expected = number ^ (seed * np.uint32(0x9E3779B9))
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        expected = (expected ^ (expected >> np.uint32(shift))) * np.uint32(factor)
+    found = adamw._hash(torch.arange(50, dtype=torch.int32), torch.tensor(7, dtype=torch.int32))
+    assert found.tolist() == (expected >> np.uint32(16)).tolist()
+
+
+# Embeddings.
+
+
+@pytest.mark.parametrize("blended", [True, False])
+def test_blended_types_are_looked_up_in_no_table(blended):
+    model = Bert(like(BERT), 0.0, 8, blend_types=blended)
+    looked_up = []
+    model.types.register_forward_hook(lambda *_: looked_up.append(1))
+    ids = torch.zeros(1, 8, dtype=torch.int64)
+    model.embed(*[ids[0]] * 3)
+    assert bool(looked_up) is not blended
+
+
+def test_a_text_may_be_shorter_than_a_model_has_positions():
+    model = gpt2.GPT2(like(LM), 0.0)
+    ids = torch.zeros(2, 5, dtype=torch.int64)
+    expected = model.words.weight[0] + model.positions.weight[:5]
+    torch.testing.assert_close(model.embed(ids)[1], expected)
 
 
 # Dropout and attention.
@@ -642,6 +676,75 @@ def test_samples_and_tokens_of_windows_are_counted():
     assert data.tokens == data.padded == 3 * 2 * 4 * 16
 
 
+# What the search builds.
+
+
+def test_the_search_is_of_the_sizes_of_bert_base_and_gpt2():
+    for config, sizes in ((BertConfig(), search.BERT_BASE), (GPT2Config(), search.GPT2_SMALL)):
+        assert {name: getattr(config, name) for name in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("changes", "options"),
+    [
+        ({}, {"dynamic": False}),
+        ({"mode": "max-autotune"}, {"dynamic": False, "mode": "max-autotune"}),
+        (
+            {"inductor": {"epilogue_fusion": True}},
+            {"dynamic": False, "options": {"epilogue_fusion": True}},
+        ),
+    ],
+)
+def test_the_compiler_gets_the_options_of_a_setting(changes, options, monkeypatch):
+    compile_all = Mock()
+    monkeypatch.setattr(search, "compile_parts", compile_all)
+    losses("gpt2", {"compile": "layers"} | changes, steps=1)
+    (_, how), given = compile_all.call_args
+    assert how == "layers"
+    assert given == options
+
+
+def test_a_settings_kernels_and_formats_are_asked_for(monkeypatch):
+    asked = Mock()
+    monkeypatch.setattr(search, "_to_float8", asked.to_float8)
+    monkeypatch.setattr(search, "_only_sdpa", asked.only_sdpa)
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", asked.blas)
+    losses("gpt2", {"fp8": "rowwise up down", "blas": "cublaslt", "sdpa": "flash"}, steps=1)
+    _, *words = asked.to_float8.call_args.args
+    assert words == ["rowwise", "up", "down"]
+    asked.blas.assert_called_once_with("cublaslt")
+    asked.only_sdpa.assert_called_once_with("flash")
+
+
+@pytest.mark.parametrize("name", ["cudnn", "flash"])
+def test_one_kernel_of_attention_alone_is_left(name, monkeypatch):
+    cuda = Mock()
+    config = SimpleNamespace(force_disable_caches=False)
+    monkeypatch.setattr(torch.backends, "cuda", cuda)
+    monkeypatch.setattr(torch._inductor, "config", config)
+    search._only_sdpa(name)
+    cuda.enable_cudnn_sdp.assert_called_once_with(name == "cudnn")
+    cuda.enable_flash_sdp.assert_called_once_with(name == "flash")
+    cuda.enable_mem_efficient_sdp.assert_called_once_with(False)
+    cuda.enable_math_sdp.assert_called_once_with(False)
+    assert config.force_disable_caches
+
+
+@pytest.mark.parametrize(
+    ("parts", "converted"),
+    [(("all",), ["0.up", "0.out", "1.up"]), (("up",), ["0.up", "1.up"]), (("head",), [])],
+)
+def test_linear_layers_are_converted_by_the_last_part_of_their_name(parts, converted, monkeypatch):
+    float8 = Mock()
+    monkeypatch.setitem(sys.modules, "torchao", Mock())
+    monkeypatch.setitem(sys.modules, "torchao.float8", float8)
+    search._to_float8("a model", "rowwise", *parts)
+    float8.Float8LinearConfig.from_recipe_name.assert_called_once_with("rowwise")
+    is_wanted = float8.convert_to_float8_training.call_args.kwargs["module_filter_fn"]
+    names = ["0.up", "0.out", "1.up", "head"]
+    assert [name for name in names if is_wanted(None, name)] == converted
+
+
 # What the search measures.
 
 TASK = {
@@ -684,6 +787,7 @@ def test_figures_of_a_setting_are_of_its_median_block(monkeypatch):
     assert figures["padding"] == 0.0
     assert figures["padded_tokens"] == 8 * 16
     assert figures["first_loss"] == 0.0
+    assert 0 <= figures["ready_s"] < 60
     assert figures["loss"] == sum(range(10, 30)) / 20, "the mean of the last twenty"
 
 

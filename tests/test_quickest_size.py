@@ -109,6 +109,12 @@ def test_a_larger_model_gets_a_smaller_size(planned):
     assert sizes(planned(["A1"], T4, model="large")) == [8]
 
 
+def test_where_not_even_the_smallest_size_fits_it_is_taken_with_a_warning(planned):
+    (spec,) = planned(["A1"], card("gt-1030", 75, 1), model="large")
+    assert spec.asked.micro_batch == 1
+    assert spec.adjusted[0] == "micro-batch 1: even that may not fit on gt-1030"
+
+
 def test_all_variants_of_a_plan_get_one_size(planned):
     """A1 writes the scores of attention to memory, and so decides."""
     assert sizes(planned(["A4"], SMALL)) > sizes(planned(["A1"], SMALL))

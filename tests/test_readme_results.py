@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, headline, readme
+from qa_lib.lab.report import cli, evidence, headline, readme, variants_table
 from qa_lib.lab.report.evidence import select
 from qa_lib.records.archive import read_runs, write_archive
 from qa_lib.spec.tasks import TASKS
@@ -152,6 +152,14 @@ def with_whole_trainings():
 def test_minutes_are_projected_where_no_training_was_measured_whole():
     text = headline.headline(without_whole_trainings(), evidence.REFERENCE)
     assert text.startswith("**Projected from measured speed: three epochs")
+
+
+def test_minutes_take_a_speed_of_the_recommended_variant():
+    runs = without_whole_trainings()
+    chosen = select(runs, evidence.REFERENCE)
+    without = chosen[chosen["spec.variant"] != RECOMMENDED]
+    said = f"{RECOMMENDED} and the Trainer have not both been timed in {evidence.REFERENCE}"
+    refused(said, headline._minutes, runs, without)
 
 
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with_whole_trainings):
@@ -349,6 +357,41 @@ def test_whether_f1_is_kept_follows_from_the_verdict(verdict, finding, monkeypat
     assert text.startswith(finding)
     assert "by +0.25 ± 0.20 at threshold 0" in text
     assert "(11 M parameters, 5 seeds," in text
+
+
+def test_an_f1_of_the_recommended_variant_that_was_not_measured_is_told():
+    runs = committed()
+    without = runs[runs["spec.variant"] != RECOMMENDED]
+    found = headline._kept(without, evidence.REFERENCE)
+    assert found == f"The F1 of {RECOMMENDED} has not been measured."
+
+
+def test_without_a_timed_language_model_there_is_no_block_about_one():
+    runs = committed()
+    without = runs[runs["spec.preset.name"] != "lm-bench"]
+    said = "no language model was timed"
+    refused(said, readme.language, without, evidence.REFERENCE, Path("figures"))
+
+
+def test_a_picture_stands_below_a_text_where_it_was_drawn(monkeypatch):
+    monkeypatch.setattr(readme, "picture_link", lambda path: f"![A title]({path})")
+    assert readme._above("A text.", Path("a.png")) == "A text.\n\n![A title](a.png)"
+    monkeypatch.setattr(readme, "picture_link", lambda path: "")
+    assert readme._above("A text.", Path("a.png")) == "A text."
+
+
+def test_a_point_of_f1_is_a_share_of_what_the_baselines_ok_runs_have_learnt(tmp_path):
+    make(tmp_path, "A1", f1=70.0)
+    make(tmp_path, "A1", seed=1, status="killed")
+    judged = evidence.load_runs(tmp_path).assign(**{"quality.always_null_f1": 50.0})
+    text = variants_table._source_of_scores(judged)
+    assert "Never answering scores 50.00 there and A1 70.00" in text
+    assert text.endswith("so that 1 F1 is 5.00 % of what A1 has learnt.")
+
+
+def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused("cannot read README.md in this folder: No such file", readme._pages_with_blocks)
 
 
 def test_what_no_record_shows_is_said():

@@ -14,6 +14,7 @@ from scipy.optimize import curve_fit
 from qa_lib.lab.report import curves, noise_scale, scaling
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.variants_table import lead
+from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused
 from tests.report_runs import make
 from tests.tiny import H200
@@ -21,6 +22,7 @@ from tests.tiny import H200
 # Several GPUs.
 
 SEEDS = range(3)
+BENCH = "h200-bench"  # the group of runs at preset `bench` here
 
 
 @pytest.fixture
@@ -297,6 +299,20 @@ SIZES = pd.DataFrame({
 })  # fmt: skip
 
 
+def test_runs_on_one_gpu_alone_have_no_scaling(several):
+    refused("no run of a variant for several GPUs", scaling.scaling, several[several["world"] == 1])
+
+
+def test_a_speed_on_several_gpus_alone_is_no_finding(several):
+    of_four = scaling.scaling(several[several["world"] == 4])
+    refused("no variant was run on one GPU and on several", scaling.speed_finding, of_four)
+
+
+def test_a_training_is_projected_only_from_a_speed_beside_that_on_one_gpu(several):
+    of_four = several[several["world"] == 4]
+    refused("no variant has a speed on several GPUs beside", scaling.projection, of_four)
+
+
 def test_the_size_with_the_most_efficiencies_comes_first():
     assert scaling.common(SIZES, "strong") == [32, 64]
     assert scaling.common(SIZES, "weak") == [16]
@@ -396,6 +412,11 @@ def test_a_curve_is_over_the_lines_in_which_its_size_varies_most():
     refused("no two runs differ in length alone", curves.along, table[5:], "length")
 
 
+def test_there_is_no_curve_without_runs():
+    empty = pd.DataFrame(columns=["length", "batch", "micro_batch"])
+    refused("the group has no runs of these variants", curves.along, empty, "length")
+
+
 def test_a_fit_minimizes_the_relative_misses_and_tells_the_largest():
     tokens = np.array([1024.0, 2048.0, 4096.0, 8192.0])
     gib = np.array([1.0, 3.0, 4.0, 8.0])  # of which one is far above any line
@@ -414,6 +435,17 @@ def test_a_fit_minimizes_the_relative_misses_and_tells_the_largest():
 def test_a_pass_of_one_sample_is_no_lead(speeds):
     _, _, factors = curves.lead(speeds.assign(micro_batch=speeds["micro_batch"].replace(8, 1)))
     assert factors.to_dict() == {32: 3.0}
+
+
+def test_speeds_at_other_micro_batches_are_no_lead(speeds):
+    apart = speeds[speeds["variant"].isin(["A0-compile", "E-uncompiled"])].iloc[[0, 3]]
+    refused("E-uncompiled and A0-compile have no micro-batch in common", curves.lead, apart)
+
+
+def test_a_speed_at_one_micro_batch_alone_is_no_finding_about_batches(tmp_path):
+    for variant in (RECOMMENDED, "A0-compile"):
+        make(tmp_path, variant, machine=H200, preset="bench")
+    refused("A0-compile has a speed at one micro-batch alone", lead, load_runs(tmp_path), BENCH)
 
 
 # The noise scale.
@@ -437,6 +469,15 @@ def test_a_noise_scale_has_its_share_of_the_training_and_is_above_0(logs):
         "seed": 0.0,
         "done": 4 / 200,
     }
+
+
+def test_without_logs_there_is_no_noise_scale(logs):
+    refused("no run has a steps.jsonl of more than 100", noise_scale.noise_scales, logs[:0])
+
+
+def test_logs_without_a_noise_scale_are_told(logs):
+    unknown = logs.assign(log=[log_of(math.nan)] * 2)
+    refused(r"no log has a noise scale \(phi\)", noise_scale.noise_scales, unknown)
 
 
 def test_the_noise_scale_is_that_of_the_smallest_batch_without_the_reference(logs):

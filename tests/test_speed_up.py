@@ -19,6 +19,7 @@ from transformers import (
 
 from qa_lib.model.attention import quickest_kernel
 from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.own import speed_up as sped_up
 from qa_lib.own.packing import PackedCollator
 from qa_lib.own.speed_up import KINDS, speed_up
 from tests.conftest import slow
@@ -417,6 +418,31 @@ def test_what_a_configuration_has_not_is_left_out(changes, said, batch):
     model = speed_up(plain, say=lines.append)
     assert said in lines[0]
     torch.testing.assert_close(model(**batch).logits, expected)
+
+
+def test_projections_of_which_one_is_frozen_are_not_fused(batch):
+    model = tiny_model()
+    model.bert.encoder.layer[1].attention.self.query.requires_grad_(False)
+    said = []
+    speed_up(model, say=said.append)
+    assert "not fused QKV: some of query, key and value are frozen and others are not" in said[0]
+
+
+@pytest.mark.parametrize(
+    ("capability", "triton", "why"),
+    [
+        ((7, 0), True, "the kernels are for compute capability 7.5 and newer"),
+        ((7, 5), False, "the kernels need the package triton"),
+        ((7, 5), True, None),
+    ],
+)
+def test_a_gpu_has_the_kernels_by_its_capability_and_with_triton(
+    capability, triton, why, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+    monkeypatch.setattr(sped_up, "find_spec", lambda name: triton or None)
+    assert sped_up._card_lacks() == why
 
 
 def test_a_model_with_its_weights_in_a_language_model_head_is_taken(batch):

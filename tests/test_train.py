@@ -22,7 +22,8 @@ from qa_lib.spec.variants import VARIANTS
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train import compile as compilation
 from qa_lib.train import plain
-from qa_lib.train.loop import STRATEGIES
+from qa_lib.train.loop import STRATEGIES, OptimizerStep
+from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.train.optim import build_optimizer, clip, learning_rate, peak_rate, set_rate, unscale
 from qa_lib.train.parallel.data_parallel import NoParallel
 from qa_lib.train.parallel.process_group import ProcessGroup
@@ -344,6 +345,51 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped_to_a
     assert parameter.grad.tolist() == [3.0] * 4
     clip(optimizer, lambda norm: norm)
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_masters_are_told_whose_gradients_their_norm_is_of():
+    optimizer = MasterAdamW([torch.nn.Parameter(torch.ones(4).bfloat16())])
+    strategy = Mock()
+    clip(optimizer, strategy.global_norm)
+    assert optimizer.global_norm is strategy.global_norm
+
+
+@pytest.mark.parametrize(
+    ("settings", "casts"),
+    [
+        ({}, False),
+        ({"feed_forward": "fp8"}, True),
+        ({"feed_forward": "fp8", "compile": "inductor"}, False),
+    ],
+)
+def test_weights_in_8_bits_are_cast_ahead_where_no_compiler_casts_them(
+    settings, casts, samples, monkeypatch
+):
+    cast = Mock()
+    monkeypatch.setattr("qa_lib.train.loop.cast_weights", cast)
+    spec = spec_of("A1", {"precision": "bf16", "optimizer": "adamw-master"} | settings)
+    batches = batches_of(samples, spec)
+    model = torch.nn.Linear(2, 2).bfloat16()
+    step = OptimizerStep(model, batches, spec, Mock(), Mock(), ProcessGroup(DEVICE))
+    step.cast_weights()
+    assert cast.called is casts
+
+
+@pytest.mark.parametrize(
+    ("backend", "micro_batch", "is_kept"),
+    [("cudagraphs", 4, True), ("cudagraphs", 16, False), ("none", 4, False)],
+)
+def test_gradients_have_memory_of_their_own_where_graphs_add_to_them(
+    backend, micro_batch, is_kept, samples, monkeypatch
+):
+    """From before the first step on, since the address is recorded with the graph."""
+    spec = spec_of("A1", {"compile": backend}, micro_batch)
+    model = build_model(spec)
+    step = OptimizerStep(
+        model, batches_of(samples, spec), spec, Mock(), Mock(), ProcessGroup(DEVICE)
+    )
+    assert step.keep_gradients is is_kept
+    assert all((parameter.grad is not None) == is_kept for parameter in model.parameters())
 
 
 # In half precision, and by graphs that write their gradients to the same place again and again.
@@ -802,8 +848,9 @@ def write_losses(folder, losses, scale):
     log.write([0.01] * len(losses))
 
 
-def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(tmp_path):
-    write_losses(tmp_path, [1.0, float("inf"), 1.0], scale=2.0**15)
+@pytest.mark.parametrize("scale", [2.0**15, 2.0])
+def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(scale, tmp_path):
+    write_losses(tmp_path, [1.0, float("inf"), 1.0], scale=scale)
     assert losses_of(tmp_path) == [1.0, None, 1.0]
 
 

@@ -4,6 +4,7 @@ How DeepSpeed trains is in test_parallel.py, where the package is installed.
 """
 
 import json
+import os
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -15,6 +16,7 @@ from qa_lib.lab.launch import anywhere
 from qa_lib.measure import hardware
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.build import build_model
+from qa_lib.peers import search_trainer
 from qa_lib.run import fit as fitting
 from qa_lib.spec.machine import Machine
 from qa_lib.train import trainer
@@ -144,6 +146,14 @@ def test_the_tuned_trainer_has_workers_and_does_not_wait_for_the_loss(
     assert arguments["dataloader_persistent_workers"]
     assert not arguments["logging_nan_inf_filter"]
     assert arguments["train_sampling_strategy"] == "group_by_length"
+
+
+def test_the_tuned_trainer_has_what_a_search_found_to_pay():
+    found = search_trainer.CHANGES["workers"] | {
+        "logging_nan_inf_filter": search_trainer.TUNED["logging_nan_inf_filter"]
+    }
+    workers = min(found["dataloader_num_workers"], os.cpu_count())
+    assert found | {"dataloader_num_workers": workers} == trainer.TUNED
 
 
 def test_other_trainers_have_the_defaults_of_transformers(samples, tmp_path, monkeypatch):

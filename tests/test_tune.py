@@ -101,6 +101,12 @@ def test_the_best_point_is_named(tried, typed):
     assert [cards for _, *cards in tried] == [[None]] * 6
 
 
+def test_without_a_point_that_has_all_its_seeds_none_is_the_best(tried, capsys):
+    words = "--preset smoke --learning-rate 4e-3 --seeds 0 1"
+    assert main(f"tune B1-all {words}".split()) == 1
+    assert "B1-all: no point was measured with every seed" in capsys.readouterr().out
+
+
 def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     words = "--preset smoke --trainable lora-all-r8 --learning-rate 4e-3 1e-3 --seeds 0 1"
     assert main(f"tune B1-all {words}".split()) == 1

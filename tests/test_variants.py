@@ -340,6 +340,15 @@ def test_a_new_variant_is_listed(mine, typed):
     assert list(listed) == list(VARIANTS)
     assert listed["E-mine"]["change"] == {"activation_checkpointing": True}
     assert listed["E-mine"]["settings"]["optimizer"] == "adamw-master-bf16"
+    assert listed["E-mine"]["family"] == "E"
+    assert listed["E-mine"]["since"] == 80
+    assert listed["E-mine"]["needs"]
+
+
+def test_the_list_of_variants_says_what_its_columns_are(typed):
+    first, *_, last = typed("variants").splitlines()
+    assert first.split() == "variant parent GPU change, and why below it".split()
+    assert last.startswith("GPU: the compute capability from which GPUs run it")
 
 
 @pytest.mark.parametrize("words", ["", "--family E"])
@@ -652,8 +661,33 @@ def test_pipelines_and_several_processes_are_other_runs():
 def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
     assert tagged("plain") == ["E-searched", "L-plain", "L-plain-bf16", "L-searched"]
     assert tagged("quickstart") == ["A1", "A2", "A3", "A4", "A4-b", "B1", "C1", "E-packed"]
+    assert tagged("trainer") == "A0 A0-longest A0-grouped A0-compile L0 L0-sdpa L0-compile".split()
+    assert tagged("default") == ["A0-longest", "L0-sdpa"]
     assert find_family("C") == ["C1", "C2-8", "C2"]
     refused("unknown family 'Z'", find_family, "Z")
+
+
+@pytest.mark.parametrize(
+    ("tag", "names"),
+    [
+        (
+            "ladder",
+            "A1 A2 A3 A4-nb A4 E-packed E-adamw E-graph E-bf16 E-masters E-qkv E-dropout E-regions "
+            "E-varlen E-norm E-gelu E-moments E-uncompiled E-fp8-uncompiled L1 L-bf16 L-sdpa "
+            "L-compile L-adamw L-graph L-masters L-dropout L-norm L-gelu L-attention L-loss "
+            "L-moments L-fp8 L-fp8-head",
+        ),
+        (
+            "headline",
+            "A1 A0-longest A0-compile E-searched E-recompute-8bit E-uncompiled E-fp8-uncompiled "
+            "E-t4-norm P-one-bucket L1 L0-sdpa L0-compile L-dropout L-moments L-fp8-head "
+            "L-fp8-head-nodropout L-moments-nodropout L-plain L-plain-bf16 L-plain-bf16-nodropout "
+            "L-searched",
+        ),
+    ],
+)
+def test_the_report_shows_these_variants(tag, names):
+    assert tagged(tag) == names.split()
 
 
 def test_two_lines_of_the_table_may_not_have_one_name(monkeypatch):
