@@ -12,7 +12,15 @@ import triton
 from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
-from qa_lib.kernels import common, fp8, fused_norm, gelu, linear_cross_entropy, varlen_attention
+from qa_lib.kernels import (
+    common,
+    fp8,
+    fused_norm,
+    gelu,
+    linear_cross_entropy,
+    peer_gradients,
+    varlen_attention,
+)
 from qa_lib.train.master_adamw import MasterAdamW
 
 TOKENS = 5632
@@ -32,6 +40,7 @@ def call_all(capability: int) -> None:
         call_attention(half, has_fp8=capability >= 89)
     if capability >= 89:
         call_fp8(half)
+    exchange_gradients(half)
     make_optimizers(half)
 
 
@@ -66,6 +75,8 @@ def call_gelu(half: torch.dtype, has_fp8: bool) -> None:
     for factor in (0.0, 2.0**16) if has_fp8 else (0.0,):
         gelu._gelu_forward(inner, bias, factor)
         gelu._gelu_backward(inner, inner, bias, factor)
+    if has_fp8:
+        gelu._gelu_backward_turned(inner, inner, bias)
 
 
 def call_loss(half: torch.dtype, has_fp8: bool) -> None:
@@ -83,6 +94,15 @@ def call_fp8(half: torch.dtype) -> None:
     fp8._weights_in_e4m3([empty(WIDTH, INNER, dtype=half) for _ in range(12)])
     fp8.in_e4m3(hidden, fp8.ACTIVATION)
     fp8.in_e5m2(hidden, fp8.GRADIENT)
+    fp8.turned(empty(TOKENS, WIDTH, dtype=torch.float8_e4m3fn))
+
+
+def exchange_gradients(half: torch.dtype) -> None:
+    slots = [empty(2, WIDTH * INNER, dtype=half) for _ in range(2)]
+    peer_gradients.send_gradients([empty(WIDTH, INNER, dtype=half)] * 2, slots, rank=0)
+    peer_gradients.mean_by_kernel(slots[0])
+    numbers = [empty(2, dtype=torch.float32) for _ in range(2)]
+    peer_gradients.spread(empty(dtype=torch.float32), numbers, rank=0)
 
 
 def call_attention(half: torch.dtype, has_fp8: bool) -> None:

@@ -132,6 +132,9 @@ KERNELS = [
     "dropout",
     "gelu_forward",
     "gelu_backward",
+    "send",
+    "mean",
+    "spread",
     "square_sums",
     "adamw",
 ]
@@ -141,6 +144,7 @@ KERNELS_OF_9_0 = [
     "varlen_attention_backward",
     "delta",
     "loss",
+    "turned",
     "weights_in_e4m3",
     "cast",
 ]

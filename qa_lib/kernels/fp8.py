@@ -247,6 +247,23 @@ def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexp
     return value.to(dtype)
 
 
+@jit
+def once(value8):
+    """Return 8-bit floats as they are, and have the compiler compute them once.
+
+    It would rather compute them again for each order in which they are stored than exchange bytes
+    among threads. What an instruction may do beside its result it must not repeat.
+    """
+    if INTERPRETED:
+        return value8
+    else:
+        bits = value8.to(tl.int8, bitcast=True)
+        bits = tl.inline_asm_elementwise(
+            "mov.b32 $0, $1;", "=r,r", [bits], dtype=tl.int8, is_pure=False, pack=4
+        )
+        return bits.to(value8.dtype, bitcast=True)
+
+
 def weight_in_e4m3(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a weight [rows, columns] times WEIGHT in e4m3, saturated, and the transpose of that.
 

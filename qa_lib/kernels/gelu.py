@@ -35,7 +35,7 @@ import torch
 
 from qa_lib.kernels import fp8
 from qa_lib.kernels.common import INTERPRETED, LOG2_E, custom_op, jit, launch, sum_partials, tl
-from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT, in_8_bits
+from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT, in_8_bits, once
 
 PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H200
 # ROWS and COLUMNS are those that a program has at a time; STAGES, how many iterations ahead of its
@@ -467,6 +467,8 @@ def gelu_backward_kernel(
             tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
         if gemm_grad8 is not None:
             x_grad8 = in_8_bits(x_grad, FACTOR, MAX, gemm_grad8.dtype.element_ty)
+            if turned_grad8 is not None:
+                x_grad8 = once(x_grad8)
             tl.store(gemm_grad8 + at, x_grad8, mask=inside)
         if output is not None:
             tl.store(output + at, (x * cdf).to(output.dtype.element_ty), mask=inside)
@@ -476,6 +478,6 @@ def gelu_backward_kernel(
             tl.store(turned_grad8 + turned_at, x_grad8, mask=in_turned)
             value = tl.where(inside, x * cdf, 0.0)
             dtype: tl.constexpr = turned_output8.dtype.element_ty
-            value8 = in_8_bits(value, OUTPUT_FACTOR, OUTPUT_MAX, dtype)
+            value8 = once(in_8_bits(value, OUTPUT_FACTOR, OUTPUT_MAX, dtype))
             tl.store(turned_output8 + turned_at, value8, mask=in_turned)
     tl.store(partials + program * WIDTH + column, tl.sum(bias_sum, 0), mask=in_width)
