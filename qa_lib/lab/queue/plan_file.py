@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAd
 from pydantic import ValidationError as Invalid
 
 from qa_lib.errors import UserError, find, nearest, one_line
-from qa_lib.spec.presets import MOST, find_preset
+from qa_lib.spec.presets import MOST, Preset, find_preset, sized
 from qa_lib.spec.spec import group_name
 from qa_lib.spec.variants import VARIANTS
 
@@ -64,8 +64,15 @@ class Group:
     seconds: Count
     """What a run of a variant is expected to take until a like one is recorded."""
 
+    batch: Count | None = None
+    """Samples in an optimizer step; None: the preset's."""
+
     cold: StrictBool = False
     """Whether each run begins with empty caches, so that it compiles all it needs."""
+
+    def sized_preset(self) -> Preset:
+        """Return the preset with the group's own batch, as the records of its runs have it."""
+        return sized(find_preset(self.preset), batch=self.batch)
 
     def runs_group(self, card: str) -> str:
         """Return the name of the folder and the archive that hold its runs."""
@@ -150,7 +157,7 @@ def _check_names(group: Group) -> None:
 def _check_once(path: Path, plan: EvidencePlan) -> None:
     """Raise UserError where two places of a plan stand for one run: it would have one record."""
     asked = Counter(
-        (group.preset, group.model, group.data, group.micro_batch, variant, seed)
+        (group.sized_preset(), group.model, group.data, group.micro_batch, variant, seed)
         for group in plan.groups
         for variant in group.variants
         for seed in group.seeds
@@ -160,6 +167,6 @@ def _check_once(path: Path, plan: EvidencePlan) -> None:
         *_, variant, seed = run
         groups = [group.name for group in plan.groups if variant in group.variants]
         raise UserError(
-            f"{path}: {variant} with seed {seed} at preset {run[0]} is there {count} times "
+            f"{path}: {variant} with seed {seed} at preset {run[0].name} is there {count} times "
             f"(groups with {variant}: {', '.join(groups)}): give each group other seeds"
         )

@@ -16,14 +16,13 @@ from qa_lib.lab.queue.plan_file import EvidencePlan, Group
 from qa_lib.loaded import CODE
 from qa_lib.records.archive import Run, read_runs
 from qa_lib.records.record import DEFAULT_PRESET
-from qa_lib.spec.presets import find_preset
 
 # Seconds from the end of a run to the begin of the next one of its block, at most. Processes take
 # 15 to 40 to start; another lease of a host begins later, so that no block is put together of two.
 MOST_BETWEEN_S = 180
-# Seconds that a process takes beside the `wall_s` of its record, where that is all that is noted:
-# imports and its end, 16 to 37 on the hosts of the committed records.
-START_S = 40
+# Seconds that a process takes beside the `wall_s` of its record, for imports and its end. Not its
+# `notebook_s`: notebooks drew pictures as well, for up to six minutes.
+START_S = 30
 
 
 @dataclass(frozen=True)
@@ -75,14 +74,14 @@ class Recorded:
 
     def _seconds_of_run(self, group: Group, variant: str) -> float:
         """Return the most that a like run took, whatever its code; the plan's guess without one."""
-        times = [run.record["time"] for run in self._like[_key(group, variant)]]
-        known = [_seconds_of_process(time) for time in times if time["wall_s"] is not None]
+        like = [run.record["time"]["wall_s"] for run in self._like[_key(group, variant)]]
+        known = [wall_s + START_S for wall_s in like if wall_s is not None]
         return max(known, default=float(group.seconds))
 
 
 def _key(group: Group, variant: str) -> tuple:
     """Return what the runs of a group's variant have in common, whatever their seed and code."""
-    preset = dataclasses.asdict(find_preset(group.preset))
+    preset = dataclasses.asdict(group.sized_preset())
     return variant, group.micro_batch, group.model, group.data, tuple(preset.items())
 
 
@@ -102,13 +101,6 @@ def _counts(run: Run, seed: int) -> bool:
         and entry["code"]["digest"] == CODE.digest
         and entry["status"] in ("ok", "oom")
     )
-
-
-def _seconds_of_process(time: dict) -> float:
-    """Return how long the process of a run took, by the `time` section of its record."""
-    if time["notebook_s"] is not None:
-        return time["notebook_s"]
-    return time["wall_s"] + START_S
 
 
 def _are_in_turn(runs: list[Run]) -> bool:

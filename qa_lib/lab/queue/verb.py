@@ -27,6 +27,8 @@ from qa_lib.spec.machine import Machine
 from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
+MOST_WORDS = 50  # characters that tell which runs of a group are missing
+
 
 def main(args: argparse.Namespace) -> int:
     """Run what is missing of a plan, or print how the plan stands; 1 when a run failed.
@@ -134,6 +136,7 @@ def _specs_of(
         data=data.get(group.data, group.data),
         model=models.get(group.model, group.model),
         micro_batch=group.micro_batch,
+        batch=group.batch,
         machine=machine,
         runs=runs,
     )
@@ -161,7 +164,7 @@ def _leave_out(group: Group, reason: str) -> None:
 
 
 def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
-    """Print how many blocks and runs of each group are done, what is missing and how long it takes.
+    """Print a line for each group: what of it is done, what is missing, and for how many minutes.
 
     Minutes are those of one GPU.
     """
@@ -173,11 +176,11 @@ def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
         missing = [unit for unit in units if not recorded.results(unit)]
         seconds = sum(recorded.seconds(unit) for unit in missing)
         total_s += seconds
-        done = f"{len(units) - len(missing)}/{len(units)} {'blocks' if group.alone else 'runs'}"
-        line = f"{group.name:{width}}  {done:13}"
+        kind = "blocks" if group.alone else "runs"
+        line = f"{group.name:{width}}  {len(units) - len(missing):3}/{len(units):<3}{kind:7}"
         if missing:
-            line += f"{seconds / 60:5.0f} min  missing: {_in_words(group, missing)}"
-        print(textwrap.shorten(line, 100, placeholder=" ...") if len(line) > 100 else line.rstrip())
+            line += f"{seconds / 60:4.0f} min: {_in_words(group, missing)}"
+        print(line.rstrip())
     print(f"about {total_s / 60:.0f} minutes of a GPU are missing")
 
 
@@ -186,4 +189,5 @@ def _in_words(group: Group, missing: list[Unit]) -> str:
     if group.alone:
         return f"seeds {' '.join(str(unit.seed) for unit in missing)}"
     counts = Counter(unit.variants[0] for unit in missing)
-    return ", ".join(f"{variant} ×{count}" for variant, count in counts.items())
+    words = ", ".join(f"{variant} ×{count}" for variant, count in counts.items())
+    return textwrap.shorten(words, MOST_WORDS, placeholder=" ...")
