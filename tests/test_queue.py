@@ -106,6 +106,7 @@ def missing_of(plan, runs):
         ('"A2"]\nseeds = [2]', '"A22"]\nseeds = [2]', "'quality': unknown variant 'A22'; did you"),
         ('"A2"]\nseeds = [2]', '"L1"]\nseeds = [2]', "'quality': L1 is a variant of task lm"),
         ('"A2"]\nseeds = [2]', '"recommended"]\nseeds = [2]', "unknown variant 'recommended'"),
+        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "'quality': P1 takes several GPUs"),
         ("seeds = [2]", "seeds = [1, 2]", r"A\d with seed 1 at preset test is there 2 times"),
         ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
         ("alone = false", "alone = false\ncold = true", "need alone = true"),
@@ -339,6 +340,25 @@ def test_a_run_is_ended_when_the_time_is_over_and_its_block_is_not_archived(queu
     assert "A1 seed 0, micro-batch 8: killed" in queue.said.out
     assert "A2" not in queue.said.out.split("plan.toml")[0], "the rest of a broken block is left"
     assert not (queue.runs / "cpu-test.jsonl").exists()
+
+
+def test_a_stopped_command_loses_nothing_that_was_finished(queue, monkeypatch, tmp_path):
+    ended = []
+
+    def stop_at_the_second(spec, entry):
+        ended.append(spec.variant)
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+
+    queue.let_runs(pause=0.01)
+    copies = tmp_path / "copies"
+    with monkeypatch.context() as patch:
+        patch.setattr(verb, "_tell", stop_at_the_second)
+        queue.run("--groups", "quality", "--copy-to", str(copies), code=130)
+    shutil.rmtree(queue.runs)
+    shutil.copytree(copies, queue.runs)
+    (missing,) = {"A1", "A2"} - {ended[0]}
+    assert queue.run("--groups", "quality") == [f"{missing} seed 2"]
 
 
 def test_a_record_says_how_long_the_process_of_its_run_took(queue):

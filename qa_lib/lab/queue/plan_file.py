@@ -150,6 +150,8 @@ def _check_names(group: Group) -> None:
         variant = find("variant", name, VARIANTS)  # which `recommended` is not
         if variant.task != task:
             raise UserError(f"{name} is a variant of task {variant.task}, and the preset of {task}")
+        if variant.settings.parallel != "none":
+            raise UserError(f"{name} takes several GPUs, and a run of a plan one: use `sweep`")
     if group.cold and not group.alone:
         raise UserError("cold runs are timed, and need alone = true")
 

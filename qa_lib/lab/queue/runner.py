@@ -8,7 +8,6 @@ import contextlib
 import dataclasses
 import io
 import math
-import shutil
 import subprocess
 import time
 from collections import defaultdict
@@ -19,9 +18,10 @@ from typing import TextIO
 from qa_lib.lab.launch.cold import empty_caches
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.queue.plan_file import EvidencePlan
-from qa_lib.lab.queue.units import Recorded, Unit
+from qa_lib.lab.queue.units import HAS_RESULT, Recorded, Unit
 from qa_lib.records import record
 from qa_lib.records.archive import Run, say_left_out, steps_path, write_archive
+from qa_lib.records.files import write_atomically
 from qa_lib.spec.spec import Spec
 
 # What is told of a run that has ended: its spec and its record.
@@ -97,35 +97,31 @@ class Archives:
         for problem in unread:
             say_left_out(name, problem)
         if self.copies is not None:
-            self.copies.mkdir(parents=True, exist_ok=True)
             for file in (path, steps_path(path)):
                 if file.exists():
-                    shutil.copy(file, self.copies)
+                    write_atomically(self.copies / file.name, file.read_bytes())
 
 
 def run_units(
-    units: list[Unit],
-    specs: dict[Unit, list[Spec]],
-    launcher: TimedLauncher,
-    archives: Archives,
-    tell: Tell,
+    specs: dict[Unit, list[Spec]], launcher: TimedLauncher, archives: Archives, tell: Tell
 ) -> list[dict]:
     """Run units, archive each that is whole, and return the records of their runs.
 
-    `units` are what `next_units` returns: a block, which ends at its first run without a result, or
-    single runs.
+    The units are what `next_units` returns: a block, which ends at its first run without a result,
+    or single runs.
     """
-    unit_of = {spec.run_path: unit for unit in units for spec in specs[unit]}
+    unit_of = {spec.run_path: unit for unit in specs for spec in specs[unit]}
+    in_order = [spec for unit in specs for spec in specs[unit]]
 
     def ended(spec: Spec, entry: dict) -> None:
         tell(spec, entry)
         archives.keep([unit_of[spec.run_path]])
 
-    if not units[0].group.alone:
-        return launcher.run_all([spec for unit in units for spec in specs[unit]], ended)
+    if not any(unit.group.alone for unit in specs):
+        return launcher.run_all(in_order, ended)
     entries = []
-    for spec in specs[units[0]]:
+    for spec in in_order:
         entries += launcher.run_all([spec], ended)
-        if entries[-1]["status"] not in ("ok", "oom"):
+        if entries[-1]["status"] not in HAS_RESULT:
             break
     return entries

@@ -17,6 +17,8 @@ from qa_lib.loaded import CODE
 from qa_lib.records.archive import Run, read_runs
 from qa_lib.records.record import DEFAULT_PRESET
 
+# Statuses of a run that need not be made again.
+HAS_RESULT = ("ok", "oom")
 # Seconds from the end of a run to the begin of the next one of its block, at most. Processes take
 # 15 to 40 to start; another lease of a host begins later, so that no block is put together of two.
 MOST_BETWEEN_S = 180
@@ -99,7 +101,7 @@ def _counts(run: Run, seed: int) -> bool:
     return (
         entry["spec"]["seed"] == seed
         and entry["code"]["digest"] == CODE.digest
-        and entry["status"] in ("ok", "oom")
+        and entry["status"] in HAS_RESULT
     )
 
 

@@ -11,7 +11,6 @@ import sys
 import textwrap
 import time
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 from qa_lib.errors import UserError, find, one_line
@@ -48,19 +47,22 @@ def main(args: argparse.Namespace) -> int:
         raise UserError(f"{args.plan} is a plan for {plan.card}, and this is {machine.hardware}")
     archives = Archives(plan, args.runs, args.copy_to)
     recorded = archives.keep(units_of(groups))
-    data = _by_name("--data", args.data)
-    models = _by_name("--model", args.model)
-    specs = {}
-    for group in groups:
-        specs |= _specs_of(group, data, models, machine, args.runs)
-    missing = [unit for unit in specs if not recorded.results(unit)]
+    specs = Specs(args.data, args.model, machine, args.runs)
+    missing = [
+        unit
+        for unit in units_of([group for group in groups if specs.has_sources(group)])
+        if not recorded.results(unit)
+    ]
 
     failed = 0
     while True:
-        units = next_units(missing, recorded, end - time.monotonic(), max(1, machine.gpus))
-        if not units:
+        chosen = next_units(missing, recorded, end - time.monotonic(), max(1, machine.gpus))
+        if not chosen:
             break
-        missing = [unit for unit in missing if unit not in units]
+        missing = [unit for unit in missing if unit not in chosen]
+        units = [unit for unit in chosen if specs.of(unit)]
+        if not units:  # this machine lacks something
+            continue
         launcher = TimedLauncher(
             runs=args.runs,
             machine=machine,
@@ -71,7 +73,8 @@ def main(args: argparse.Namespace) -> int:
             end=end,
             cold=units[0].group.cold,
         )
-        entries = run_units(units, specs, launcher, archives, _tell)
+        specs_of_units = {unit: specs.of(unit) for unit in units}
+        entries = run_units(specs_of_units, launcher, archives, _tell)
         failed += sum(entry["status"] in ("error", "killed") for entry in entries)
         recorded = Recorded(plan, args.runs)
     if missing:
@@ -106,49 +109,75 @@ def _tell(spec: Spec, entry: dict) -> None:
 # Specs of what is planned.
 
 
-def _by_name(option: str, folders: Iterable[str] | None) -> dict[str, str]:
-    """Return folders or files by the names that records have for them.
+class Specs:
+    """The specs of units on this machine.
+
+    They are made a group at a time, once the group has its turn: to identify a model takes as long
+    as to read it.
+    """
+
+    def __init__(
+        self,
+        data: list[str] | None,
+        models: list[str] | None,
+        machine: Machine,
+        runs: Path,
+    ):
+        """`data` and `models` are paths. Raises UserError for one that does not exist."""
+        self.data = _by_name("--data", data or [])
+        self.models = _by_name("--model", models or [])
+        self.machine = machine
+        self.runs = runs
+        self._by_group: dict[Group, dict[tuple[str, int], Spec]] = {}
+
+    def has_sources(self, group: Group) -> bool:
+        """Return whether a group's data and model are given, or generated; say what is not."""
+        needed = (("--data", group.data, self.data), ("--model", group.model, self.models))
+        absent = [
+            f"{option} .../{name}"
+            for option, name, given in needed
+            if name not in given and not _is_generated(name)
+        ]
+        if absent:
+            _leave_out(group, f"give {' and '.join(absent)}")
+        return not absent
+
+    def of(self, unit: Unit) -> list[Spec]:
+        """Return the specs of a unit, in order; none where this machine cannot run all of them."""
+        if unit.group not in self._by_group:
+            self._by_group[unit.group] = self._of_group(unit.group)
+        by_run = self._by_group[unit.group]
+        specs = [by_run.get((variant, unit.seed)) for variant in unit.variants]
+        return specs if all(specs) else []
+
+    def _of_group(self, group: Group) -> dict[tuple[str, int], Spec]:
+        """Return the specs that can run here, by variant and seed; say why others cannot."""
+        specs = plan_specs(
+            variants=group.variants,
+            preset=group.preset,
+            seeds=group.seeds,
+            data=self.data.get(group.data, group.data),
+            model=self.models.get(group.model, group.model),
+            micro_batch=group.micro_batch,
+            batch=group.batch,
+            machine=self.machine,
+            runs=self.runs,
+        )
+        unable = [(spec.variant, spec.skip) for spec in specs if spec.skip]
+        for variant, reason in dict.fromkeys(unable):
+            _leave_out(group, f"{variant}: {reason}")
+        return {(spec.variant, spec.seed): spec for spec in specs if not spec.skip}
+
+
+def _by_name(option: str, paths: list[str]) -> dict[str, str]:
+    """Return paths of data or models by the names that records have for them.
 
     Raises UserError for one that does not exist.
     """
-    for folder in folders or []:
-        if not Path(folder).exists():
-            raise UserError(f"{option} {folder}: it does not exist")
-    return {without_folders(folder): folder for folder in folders or []}
-
-
-def _specs_of(
-    group: Group, data: dict[str, str], models: dict[str, str], machine: Machine, runs: Path
-) -> dict[Unit, list[Spec]]:
-    """Return the specs of a group's units, in order.
-
-    Units that cannot be run here are left out, and a line says why: their data or model is not
-    given, or the machine lacks something.
-    """
-    for option, name, given in (("--data", group.data, data), ("--model", group.model, models)):
-        if name not in given and not _is_generated(name):
-            _leave_out(group, f"give {option} .../{name}")
-            return {}
-    specs = plan_specs(
-        variants=group.variants,
-        preset=group.preset,
-        seeds=group.seeds,
-        data=data.get(group.data, group.data),
-        model=models.get(group.model, group.model),
-        micro_batch=group.micro_batch,
-        batch=group.batch,
-        machine=machine,
-        runs=runs,
-    )
-    for variant, reason in dict.fromkeys((spec.variant, spec.skip) for spec in specs if spec.skip):
-        _leave_out(group, f"{variant}: {reason}")
-    spec_of = {(spec.variant, spec.seed): spec for spec in specs if not spec.skip}
-    by_unit = {}
-    for unit in units_of([group]):
-        keys = [(variant, unit.seed) for variant in unit.variants]
-        if all(key in spec_of for key in keys):
-            by_unit[unit] = [spec_of[key] for key in keys]
-    return by_unit
+    for path in paths:
+        if not Path(path).exists():
+            raise UserError(f"{option} {path}: it does not exist")
+    return {without_folders(path): path for path in paths}
 
 
 def _is_generated(name: str) -> bool:
@@ -157,6 +186,7 @@ def _is_generated(name: str) -> bool:
 
 
 def _leave_out(group: Group, reason: str) -> None:
+    """Say that something of a group is not run, and why."""
     print(one_line(f"left out of {group.name}: {reason}"), file=sys.stderr, flush=True)
 
 
