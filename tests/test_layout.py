@@ -66,6 +66,7 @@ WITHOUT_TORCH = [
     "lab.launch.recommended",
     "lab.launch.slurm",
     "lab.launch.warm",
+    "lab.queue",
     "lab.report",
     "lab.search.plan",
     "lab.tools.push",

@@ -1,4 +1,4 @@
-"""The verbs that train: quickstart, run, sweep, tune.
+"""The verbs that train: quickstart, run, sweep, queue, tune.
 
 Each function returns the parser of one verb. What a verb runs is imported in `load_main`, and only
 after its options are found right (parser.py).
@@ -117,6 +117,73 @@ def sweep_parser() -> Parser:
         help="what the shell runs at the end, however the sweep ends",
     )
     options.add_compile_cache(parser)
+    return parser
+
+
+def queue_parser() -> Parser:
+    """Return the parser of `queue`."""
+
+    def load_main() -> Main:
+        from qa_lib.lab.queue.verb import main
+
+        return main
+
+    parser = Parser(
+        verb="queue",
+        summary="make the runs of a plan of evidence that have no record yet, in its order",
+        examples=[
+            "python -m qa_lib queue docs/evidence.toml --status   # done and missing; needs no GPU",
+            "python -m qa_lib queue docs/evidence.toml --within 500 --data squad-large/ \\",
+            "    --model all-mpnet-base-v2/ --copy-to results/",
+        ],
+        load_main=load_main,
+    )
+    parser.add_argument(
+        "plan",
+        type=values.path,
+        metavar="PLAN",
+        help="a file such as docs/evidence.toml: what is run, with which seeds, in which order",
+    )
+    parser.add_argument(
+        "--status",
+        action="store_true",
+        help="print what is done and what is missing, and run nothing",
+    )
+    options.add_list(
+        parser,
+        "--groups",
+        values.text,
+        metavar="NAME",
+        help="only these groups of the plan (default: all)",
+    )
+    parser.add_argument(
+        "--within",
+        type=values.count,
+        metavar="SECONDS",
+        help="begin nothing that would not end in so many seconds, by what like runs took, and end "
+        "what is still at work then (default: until all is done)",
+    )
+    parser.add_argument(
+        "--data",
+        type=values.text,
+        nargs="+",
+        metavar="DIR",
+        help="folders of the data that the plan names, by their own names",
+    )
+    parser.add_argument(
+        "--model",
+        type=values.text,
+        nargs="+",
+        metavar="DIR",
+        help="folders of the models that the plan names, by their own names",
+    )
+    options.add_runs(parser)
+    parser.add_argument(
+        "--copy-to",
+        type=values.folder,
+        metavar="DIR",
+        help="copy an archive there each time that it has grown",
+    )
     return parser
 
 

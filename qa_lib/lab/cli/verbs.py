@@ -10,7 +10,13 @@ from qa_lib.lab.cli.look import export_parser, report_parser, variants_parser
 from qa_lib.lab.cli.maintain import archive_parser
 from qa_lib.lab.cli.measure import max_batch_parser, memory_parser, profile_parser
 from qa_lib.lab.cli.parser import Parser
-from qa_lib.lab.cli.train import quickstart_parser, run_parser, sweep_parser, tune_parser
+from qa_lib.lab.cli.train import (
+    queue_parser,
+    quickstart_parser,
+    run_parser,
+    sweep_parser,
+    tune_parser,
+)
 from qa_lib.lab.cli.use import (
     app_parser,
     predict_parser,
@@ -25,6 +31,7 @@ GROUPS: dict[str, dict[str, Callable[[], Parser]]] = {
         "quickstart": quickstart_parser,
         "run": run_parser,
         "sweep": sweep_parser,
+        "queue": queue_parser,
         "tune": tune_parser,
     },
     "use": {

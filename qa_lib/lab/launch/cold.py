@@ -1,10 +1,12 @@
 """A run from nothing, as a new user has it: the command line, with every cache empty."""
 
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from qa_lib.paths import importing
@@ -13,6 +15,16 @@ from qa_lib.spec.spec import Spec
 
 # Environment variables of folders: what this library, Inductor and Triton cache.
 CACHES = ("QA_LIB_CACHE", "TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[dict[str, str]]:
+    """Yield environment variables with which a process finds nothing cached.
+
+    What it caches itself is removed at the end.
+    """
+    with tempfile.TemporaryDirectory() as empty:
+        yield {name: os.path.join(empty, name) for name in CACHES}
 
 
 def run_cold(spec: Spec, runs: str | Path) -> dict:
@@ -32,8 +44,7 @@ def run_cold(spec: Spec, runs: str | Path) -> dict:
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "qa_lib", "run", spec.variant, *words]
     (run_dir / "record.json").unlink(missing_ok=True)  # a finished run would be left alone
-    with tempfile.TemporaryDirectory() as empty:
-        caches = {name: os.path.join(empty, name) for name in CACHES}
+    with empty_caches() as caches:
         begin = time.monotonic()
         subprocess.run(command, env=importing(os.environ | caches), check=True)
         seconds = time.monotonic() - begin

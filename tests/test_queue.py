@@ -1,0 +1,437 @@
+"""A plan of evidence: read from its file, resumed from records, and run in blocks or GPU by GPU."""
+
+import datetime
+import functools
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+
+from qa_lib.__main__ import main
+from qa_lib.lab.queue import verb
+from qa_lib.lab.queue.plan_file import Group, read_plan
+from qa_lib.lab.queue.runner import TimedLauncher
+from qa_lib.lab.queue.units import MOST_BETWEEN_S, START_S, Recorded, Unit, next_units, units_of
+from qa_lib.lab.search.plan import plan as plan_specs
+from qa_lib.loaded import CODE
+from qa_lib.records.record import read_record
+from qa_lib.spec.machine import Machine
+from qa_lib.spec.rules import lacking
+from qa_lib.spec.variants import VARIANTS, find_variant, tagged
+from tests import small
+from tests.material import ROOT, change_record, leave, refused, without_torch
+
+COMMITTED = ROOT / "docs" / "evidence.toml"
+# A speed in blocks of two variants, and a quality in single runs, at the preset of tests.small.
+PLAN = """card = "cpu"
+
+[[groups]]
+name = "speed"
+why = "Which of two is quicker."
+preset = "test"
+model = "tiny"
+data = "synthetic:80"
+micro_batch = 8
+variants = ["A1", "A2"]
+seeds = [0, 1]
+alone = true
+seconds = 100
+
+[[groups]]
+name = "quality"
+why = "Which of two is better."
+preset = "test"
+model = "tiny"
+data = "synthetic:80"
+micro_batch = 8
+variants = ["A1", "A2"]
+seeds = [2]
+alone = false
+seconds = 60
+"""
+BEGAN = datetime.datetime(2026, 12, 1, tzinfo=datetime.UTC)
+
+
+@pytest.fixture
+def path(tmp_path):
+    """The file of PLAN."""
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    return path
+
+
+@pytest.fixture
+def plan(path):
+    return read_plan(path)
+
+
+def spec_of(variant, seed):
+    """The spec of a run of PLAN."""
+    (spec,) = plan_specs([variant], "test", [seed], micro_batch=8, machine=Machine())
+    return spec
+
+
+def leave_run(runs, variant, seed, after=0.0, lasting=10.0, digest=CODE.digest, **more):
+    """Leave a run of PLAN, which began so many seconds after BEGAN and lasted some; its folder."""
+    begin = BEGAN + datetime.timedelta(seconds=after)
+    folder = leave(runs, spec_of(variant, seed), code={"digest": digest}, **more)
+    ended = begin + datetime.timedelta(seconds=lasting)
+    times = {"started": begin.isoformat(), "ended": ended.isoformat(), "wall_s": lasting}
+    change_record(folder, time=times)
+    return folder
+
+
+def missing_of(plan, runs):
+    """The units that are not recorded, as (group, seed, variants)."""
+    recorded = Recorded(plan, runs)
+    units = [unit for unit in units_of(plan.groups) if not recorded.results(unit)]
+    return [(unit.group.name, unit.seed, unit.variants) for unit in units]
+
+
+# The file.
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        (
+            "seeds = [2]",
+            "sedes = [2]",
+            "group 'quality': unknown key 'sedes'; did you mean 'seeds'",
+        ),
+        ("seeds = [2]\n", "", "group 'quality': 'seeds' is missing"),
+        ("seeds = [2]", "seeds = []", r"group 'quality': seeds is \(?\[?.*at least 1 item"),
+        ("seeds = [2]", "seeds = [-1]", "group 'quality': seeds.0 is '-1'"),
+        ('"A2"]\nseeds = [2]', '"A22"]\nseeds = [2]', "'quality': unknown variant 'A22'; did you"),
+        ('"A2"]\nseeds = [2]', '"L1"]\nseeds = [2]', "'quality': L1 is a variant of task lm"),
+        ('"A2"]\nseeds = [2]', '"recommended"]\nseeds = [2]', "unknown variant 'recommended'"),
+        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "'quality': P1 takes several GPUs"),
+        ("seeds = [2]", "seeds = [1, 2]", r"A\d with seed 1 at preset test is there 2 times"),
+        ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
+        ("alone = false", "alone = false\ncold = true", "need alone = true"),
+        ('card = "cpu"', "", "'card' is missing"),
+        ('card = "cpu"', 'cards = "cpu"', "unknown key 'cards'; did you mean 'card'"),
+        ("[[groups]]", "[[groups", "not readable as TOML"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_told_in_one_line(path, old, new, said):
+    assert old in PLAN
+    path.write_text(PLAN.replace(old, new))
+    assert refused(said, read_plan, path).startswith(str(path))
+
+
+def test_a_plan_that_is_not_there_is_told(tmp_path):
+    refused("no.toml: No such file", read_plan, tmp_path / "no.toml")
+
+
+def test_two_groups_may_have_a_seed_at_batches_of_their_own(path):
+    path.write_text(PLAN.replace("seeds = [2]", "seeds = [0]\nbatch = 8"))
+    assert read_plan(path).groups[1].sized_preset().batch == 8
+
+
+# The committed plan.
+
+
+def test_every_variant_of_the_committed_plan_fits_its_model():
+    kinds = {"all-mpnet-base-v2": "mpnet", "bert-base": "bert", "gpt2:L12H768": "gpt2"}
+    for group in read_plan(COMMITTED).groups:
+        for variant in group.variants:
+            assert not lacking(find_variant(variant).settings, kinds[group.model])
+
+
+def test_every_block_of_the_committed_plan_fits_into_one_command():
+    groups = [group for group in read_plan(COMMITTED).groups if group.alone]
+    assert all(group.seconds * len(group.variants) <= 500 for group in groups)
+
+
+def test_every_step_of_the_ladder_is_measured_in_a_block_with_its_parent_and_both_ends():
+    ladder = [group for group in read_plan(COMMITTED).groups if group.name.startswith("ladder-")]
+    assert all({"A1", "E-uncompiled"} <= set(group.variants) for group in ladder)
+    for name in tagged("ladder"):
+        parent = VARIANTS[name].parent
+        if VARIANTS[name].task == "qa" and parent:
+            assert any({name, parent} <= set(group.variants) for group in ladder), name
+
+
+def test_variants_of_equal_seeds_are_of_one_block_in_the_committed_plan():
+    seeds = {}
+    for group in read_plan(COMMITTED).groups:
+        if group.alone:
+            key = group.sized_preset(), group.model, group.micro_batch
+            assert seeds.setdefault(key, set()).isdisjoint(group.seeds), group.name
+            seeds[key].update(group.seeds)
+
+
+# What is recorded.
+
+
+def test_a_block_counts_once_all_of_it_is_recorded(plan, tmp_path):
+    leave_run(tmp_path, "A1", 0)
+    assert ("speed", 0, ("A1", "A2")) in missing_of(plan, tmp_path)
+    leave_run(tmp_path, "A2", 0, after=20)
+    assert ("speed", 0, ("A1", "A2")) not in missing_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize("after", [-20, 11 + MOST_BETWEEN_S])
+def test_runs_of_two_sittings_are_no_block(after, plan, tmp_path):
+    """The second variant was recorded before the first one was, or long after it."""
+    leave_run(tmp_path, "A1", 0)
+    leave_run(tmp_path, "A2", 0, after=after)
+    assert ("speed", 0, ("A1", "A2")) in missing_of(plan, tmp_path)
+
+
+def test_a_single_run_counts_whenever_it_was_made(plan, tmp_path):
+    leave_run(tmp_path, "A2", 2)
+    leave_run(tmp_path, "A1", 2, after=1e6)
+    assert [name for name, _, _ in missing_of(plan, tmp_path)] == ["speed", "speed"]
+
+
+def test_a_run_that_ran_out_of_memory_has_its_result(plan, tmp_path):
+    leave_run(tmp_path, "A1", 2, status="oom")
+    assert ("quality", 2, ("A1",)) not in missing_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"digest": "0" * 64},
+        {"digest": None},
+        {"status": "killed"},
+        {"status": "error"},
+        {"data": {"name": "squad"}},
+        {"model": {"name": "bert-base"}},
+    ],
+    ids=str,
+)
+def test_a_run_of_other_code_data_or_model_or_without_a_result_does_not_count(
+    other, plan, tmp_path
+):
+    leave_run(tmp_path, "A1", 2, **other)
+    assert ("quality", 2, ("A1",)) in missing_of(plan, tmp_path)
+
+
+def test_a_run_of_another_preset_does_not_count(plan, tmp_path):
+    folder = leave_run(tmp_path, "A1", 2)
+    change_record(folder, spec={"preset": read_record(folder)["spec"]["preset"] | {"steps": 9}})
+    assert ("quality", 2, ("A1",)) in missing_of(plan, tmp_path)
+
+
+def test_a_run_takes_as_long_as_the_longest_like_it_whatever_its_code(plan, tmp_path):
+    leave_run(tmp_path, "A1", 5, lasting=20.0, digest="0" * 64)
+    leave_run(tmp_path, "A1", 6, lasting=30.0)
+    recorded = Recorded(plan, tmp_path)
+    block, *_, single, _ = units_of(plan.groups)
+    assert recorded.seconds(single) == 30 + START_S
+    assert recorded.seconds(block) == 30 + START_S + 100, "A2 has no like run"
+
+
+# What comes next.
+
+
+class Guessed:
+    """Stands for what is recorded: each unit takes what its group guesses."""
+
+    def seconds(self, unit):
+        return unit.group.seconds * len(unit.variants)
+
+
+def unit(name, alone, seconds):
+    """A unit of one run that is expected to take some seconds."""
+    group = Group(
+        name=name,
+        why="-",
+        preset="test",
+        model="tiny",
+        data="synthetic:80",
+        micro_batch=8,
+        variants=("A1",),
+        seeds=(0,),
+        alone=alone,
+        seconds=seconds,
+    )
+    return Unit(group, 0, group.variants)
+
+
+LONG, SHORT = unit("long", True, 400), unit("short", True, 100)
+SINGLES = [unit(f"single {number}", False, 60 + number) for number in range(5)]
+
+
+@pytest.mark.parametrize(
+    ("units", "seconds", "places", "chosen"),
+    [
+        ([LONG, SHORT], 500, 1, [LONG]),
+        ([LONG, SHORT], 300, 1, [SHORT]),
+        ([LONG], 300, 1, []),
+        ([LONG, *SINGLES], 500, 4, [LONG]),
+        ([LONG, *SINGLES], 130, 1, SINGLES[:2]),
+        ([*SINGLES], 130, 2, SINGLES[:4]),
+        ([*SINGLES], 400, 2, SINGLES),
+        ([*SINGLES[:2], SHORT, *SINGLES[2:]], 500, 4, SINGLES[:2]),
+    ],
+)
+def test_what_comes_next_is_the_first_that_ends_in_time(units, seconds, places, chosen):
+    assert next_units(units, Guessed(), seconds, places) == chosen
+
+
+# The verb.
+
+
+@pytest.fixture
+def queue(path, tmp_path, monkeypatch, capsys):
+    return Queue(path, tmp_path / "runs", monkeypatch, capsys)
+
+
+class Queue:
+    """The verb on PLAN, whose runs write records and train nothing."""
+
+    def __init__(self, path, runs, patch, output):
+        self.path = path
+        self.runs = runs
+        self.patch = patch
+        self.output = output
+        patch.setattr(verb, "probe", lambda: (Machine(), {}))
+        self.let_runs()
+
+    def let_runs(self, **more):
+        """Let each run be a process of tests.small with these words, such as its pause."""
+        command = functools.partial(small.pretend_command, **more)
+        self.patch.setattr(verb, "TimedLauncher", functools.partial(TimedLauncher, command=command))
+
+    def run(self, *words, code=0):
+        """Run the verb, and return which runs ended, such as 'A1 seed 0: ok'."""
+        assert main(["queue", str(self.path), "--runs", str(self.runs), *words]) == code
+        self.said = self.output.readouterr()
+        lines = [line.split(" ", 1)[1] for line in self.said.out.splitlines() if ": ok" in line]
+        return [line.split(",")[0] for line in lines]
+
+
+def test_a_plan_is_run_in_its_order_and_then_no_more(queue):
+    assert queue.run() == [f"{name} seed {seed}" for seed in (0, 1, 2) for name in ("A1", "A2")]
+    assert queue.run() == []
+
+
+def test_a_host_that_begins_bare_goes_on_from_the_archives_alone(queue, tmp_path):
+    copies = tmp_path / "copies"
+    queue.run("--groups", "speed", "--copy-to", str(copies))
+    shutil.rmtree(queue.runs)
+    shutil.copytree(copies, queue.runs)
+    assert queue.run() == ["A1 seed 2", "A2 seed 2"]
+
+
+def test_a_broken_block_is_begun_again_whole(queue):
+    queue.run("--groups", "speed")
+    (queue.runs / "cpu-test.jsonl").unlink()
+    shutil.rmtree(queue.runs / spec_of("A2", 1).run_path)
+    assert queue.run("--groups", "speed") == ["A1 seed 1", "A2 seed 1"]
+
+
+def test_nothing_begins_that_would_not_end_in_time(queue):
+    assert queue.run("--within", "50") == []
+    assert "not begun: 4 blocks and runs that would not end in time" in queue.said.out
+
+
+def test_a_run_is_ended_when_the_time_is_over_and_its_block_is_not_archived(queue):
+    queue.path.write_text(PLAN.replace("seconds = 100", "seconds = 1"))
+    queue.let_runs(pause=1.0)
+    begin = time.monotonic()
+    assert queue.run("--groups", "speed", "--within", "5", code=1) == []
+    assert time.monotonic() - begin < 30
+    assert "A1 seed 0, micro-batch 8: killed" in queue.said.out
+    assert "A2" not in queue.said.out.split("plan.toml")[0], "the rest of a broken block is left"
+    assert not (queue.runs / "cpu-test.jsonl").exists()
+
+
+def test_a_stopped_command_loses_nothing_that_was_finished(queue, monkeypatch, tmp_path):
+    ended = []
+
+    def stop_at_the_second(spec, entry):
+        ended.append(spec.variant)
+        if len(ended) == 2:
+            raise KeyboardInterrupt
+
+    queue.let_runs(pause=0.01)
+    copies = tmp_path / "copies"
+    with monkeypatch.context() as patch:
+        patch.setattr(verb, "_tell", stop_at_the_second)
+        queue.run("--groups", "quality", "--copy-to", str(copies), code=130)
+    shutil.rmtree(queue.runs)
+    shutil.copytree(copies, queue.runs)
+    (missing,) = {"A1", "A2"} - {ended[0]}
+    assert queue.run("--groups", "quality") == [f"{missing} seed 2"]
+
+
+def test_a_record_says_how_long_the_process_of_its_run_took(queue):
+    queue.run("--groups", "quality")
+    times = read_record(queue.runs / spec_of("A1", 2).run_path)["time"]
+    assert times["notebook_s"] > times["wall_s"]
+
+
+def test_a_cold_run_finds_empty_caches_and_leaves_none(queue, monkeypatch, tmp_path):
+    queue.path.write_text(PLAN.replace("alone = true", "alone = true\ncold = true"))
+    seen = []
+
+    class Watched(TimedLauncher):
+        def _start(self, *words):
+            seen.append(self.variables["TORCHINDUCTOR_CACHE_DIR"])
+            return super()._start(*words)
+
+    launcher = functools.partial(Watched, command=small.pretend_command)
+    monkeypatch.setattr(verb, "TimedLauncher", launcher)
+    queue.run("--groups", "speed")
+    assert len(set(seen)) == 4, "each run has caches of its own"
+    assert not any(Path(folder).parent.exists() for folder in seen)
+    assert read_record(queue.runs / spec_of("A1", 0).run_path)["time"]["compile_cached"] is False
+
+
+def test_the_state_of_a_plan_is_told_without_torch_a_gpu_or_data(tmp_path):
+    said = without_torch(tmp_path, "-m", "qa_lib", "queue", str(COMMITTED), "--status")
+    assert len(said.splitlines()) == len(read_plan(COMMITTED).groups) + 2
+    assert "minutes of a GPU are missing" in said
+
+
+def test_the_state_of_a_plan_says_what_is_done_and_what_is_missing(queue):
+    leave_run(queue.runs, "A1", 0)
+    leave_run(queue.runs, "A2", 0, after=20)
+    leave_run(queue.runs, "A1", 2)
+    queue.run("--status")
+    speed, quality = queue.said.out.splitlines()[1:3]
+    assert speed.split() == "speed 1/2 blocks 1 min: seeds 1".split()
+    assert quality.split() == "quality 1/2 runs 1 min: A2 ×1".split()
+
+
+def test_a_plan_for_another_card_is_refused(queue):
+    queue.path.write_text(PLAN.replace('"cpu"', '"h100-80gb-hbm3"'))
+    queue.run(code=2)
+    assert "is a plan for h100-80gb-hbm3, and this is cpu" in queue.said.err
+
+
+def test_a_group_whose_data_are_not_given_is_left_out_and_the_others_run(queue):
+    quality = PLAN.index('name = "quality"')
+    text = PLAN[:quality] + PLAN[quality:].replace("synthetic:80", "squad-large")
+    queue.path.write_text(text)
+    assert len(queue.run()) == 4
+    assert "left out of quality: give --data .../squad-large" in queue.said.err
+
+
+def test_a_folder_that_does_not_exist_is_told(queue):
+    queue.run("--data", "no-such-folder", code=2)
+    assert "--data no-such-folder: it does not exist" in queue.said.err
+
+
+def test_an_unknown_group_is_told_with_the_nearest(queue):
+    queue.run("--groups", "sped", code=2)
+    assert "unknown group 'sped'; did you mean 'speed'?" in queue.said.err
+
+
+def test_variants_that_cannot_run_here_are_told(queue):
+    queue.path.write_text(PLAN.replace('["A1", "A2"]\nseeds = [2]', '["A1", "A3"]\nseeds = [2]'))
+    assert queue.run("--groups", "quality") == ["A1 seed 2"]
+    assert "left out of quality: A3: " in queue.said.err
+
+
+def test_single_runs_have_a_gpu_each_and_blocks_the_first_one(plan):
+    speed, quality = plan.groups
+    machine = Machine(gpus=4, sm=90)
+    assert verb._cards(machine, speed) == [0]
+    assert verb._cards(machine, quality) == [0, 1, 2, 3]
