@@ -61,6 +61,7 @@ def work_in(folder, patch):
     """Work in this folder, in which README.md is the only page."""
     patch.chdir(folder)
     patch.setattr(cli, "PAGES", {})
+    patch.setattr(cli, "TRAINED", {})
     patch.setattr(readme, "BLOCKS", BLOCKS)
 
 

@@ -255,6 +255,7 @@ def test_a_page_is_old_where_its_cells_are_not_those_of_its_notebook(tmp_path, m
     pages = {"page.ipynb": ("notebook.ipynb", {}), "gone.ipynb": ("notebook.ipynb", {})}
     monkeypatch.setattr(cli, "ROOT", tmp_path)
     monkeypatch.setattr(cli, "PAGES", pages)
+    monkeypatch.setattr(cli, "TRAINED", {})
     assert cli._old_pages() == []
     page.cells[3].source = "other()"
     nbformat.write(page, tmp_path / "page.ipynb")
