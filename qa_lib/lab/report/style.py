@@ -96,7 +96,7 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     # A record's words may have dollars, between which matplotlib would look for formulas.
     plain = {"x": 0.01, "ha": "left", "parse_math": False}
     figure.suptitle(wrap(title, 84), fontsize=12, fontweight="bold", **plain)
-    figure.supxlabel(wrap(note, 148), fontsize=8, color="0.35", **plain)
+    figure.supxlabel(wrap(note, 140), fontsize=8, color="0.35", **plain)
     return figure
 
 
