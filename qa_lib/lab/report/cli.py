@@ -115,7 +115,7 @@ def default_group(runs: pd.DataFrame) -> str | None:
 
 
 def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """Return scores and speeds of a group in few lines, as a terminal shows them.
+    """Return what a group is evidence for, its scores and its speeds, as a terminal shows them.
 
     `chosen` are the group's runs that count (`evidence.select`). A CPU's speeds give way to those
     of the reference group in `runs`.
@@ -124,7 +124,8 @@ def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
     lines = evidence.largest_micro_batch(summary(chosen))
     table = brief(lines, chosen, runs)
     parts = [
-        f"Group {group}: {len(chosen)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
+        f"Group {group}, evidence for: {evidence.purpose(chosen)}",
+        f"{len(chosen)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
         "",
         terminal(table[:SHOWN]),
     ]
