@@ -12,6 +12,7 @@ from scipy.stats import t as student
 
 from qa_lib.lab.report import curves, evidence, facts, format, own, scaling, stats, summary, tables
 from qa_lib.lab.report.evidence import AXES, NotMeasured, load_runs, select
+from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.variants import VARIANTS
 from tests.material import change_record, committed, edited, refused
 from tests.report_runs import make
@@ -149,6 +150,16 @@ def test_groups_by_age_end_with_the_newest_and_leave_searches_out():
     runs = pd.DataFrame({"group": [*began], "time.started": [*began.values()], "spec.search": ""})
     runs.loc[runs["group"] == "tries", "spec.search"] = "tune"
     assert evidence.groups_by_age(runs) == ["old", "middle", "new"]
+
+
+def test_each_preset_says_what_its_runs_are_evidence_for():
+    assert set(PRESETS) - {"test"} <= set(evidence.PURPOSES)
+
+
+def test_a_search_is_evidence_for_another_thing_than_its_preset():
+    runs = pd.DataFrame({"spec.search": ["", "tune"], "spec.preset.name": "quality"})
+    assert evidence.purpose(runs) == "F1, and seconds to a score"
+    assert evidence.purpose(runs[1:]) == "which learning rate to take, not F1"
 
 
 def test_a_table_without_rows_has_no_groups():

@@ -61,6 +61,7 @@ def work_in(folder, patch):
     """Work in this folder, in which README.md is the only page."""
     patch.chdir(folder)
     patch.setattr(cli, "PAGES", {})
+    patch.setattr(cli, "TRAINED", {})
     patch.setattr(readme, "BLOCKS", BLOCKS)
 
 
@@ -410,12 +411,14 @@ def test_what_no_record_shows_is_said():
     )
 
 
-def test_a_group_is_listed_with_its_models_its_hardware_and_the_median_of_its_runs():
+def test_a_group_is_listed_with_its_purpose_models_hardware_and_the_median_of_its_runs():
     columns = {"env.gpu": "NVIDIA T4", "env.gpu_mem_mib": 15360, "spec.hardware": "t4"}
+    columns |= {"spec.search": "", "spec.preset.name": "vram"}
     models = ["a", "b", "a"]
     runs = pd.DataFrame({"model.name": models, "time.notebook_s": [30.0, 10.0, 11.0], **columns})
     assert readme._group_line("g", runs) == {
         "group": "`g`",
+        "evidence for": "memory by the reference project's protocol",
         "model": "a, b",
         "hardware": "NVIDIA T4 (15 GiB)",
         "runs": "3",

@@ -18,7 +18,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import one_line, printable
-from qa_lib.lab.report import evidence
+from qa_lib.lab.report import evidence, pages
 from qa_lib.lab.report.notebook import brief
 from qa_lib.lab.report.own import write_page
 from qa_lib.lab.report.readme import with_results
@@ -29,6 +29,7 @@ from qa_lib.packages import check_runner, environment_of_kernels
 from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.records.archive import own_groups
 from qa_lib.records.files import writable_folder, write_atomically
+from qa_lib.spec.variants import FAMILIES
 
 NOTEBOOK = "notebooks/report.ipynb"
 # Each page that is kept -> the notebook that it is of, and its parameters. These notebooks only
@@ -38,6 +39,11 @@ PAGES = {
     "runs/multi-gpu.ipynb": ("notebooks/multi_gpu.ipynb", {}),
     "runs/scaling.ipynb": ("notebooks/scaling.ipynb", {}),
     "runs/report-h200.ipynb": (NOTEBOOK, {"group": "h200-bench"}),  # a second card
+}
+# Pages whose notebooks train; of these, only the cells that show committed records are made anew.
+TRAINED = {
+    f"runs/{name}.ipynb": f"notebooks/{name}.ipynb"
+    for name in (*FAMILIES.values(), "profiling", "speedrun")
 }
 SHOWN = 18  # lines of the table in the terminal
 
@@ -109,7 +115,7 @@ def default_group(runs: pd.DataFrame) -> str | None:
 
 
 def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
-    """Return scores and speeds of a group in few lines, as a terminal shows them.
+    """Return what a group is evidence for, its scores and its speeds, as a terminal shows them.
 
     `chosen` are the group's runs that count (`evidence.select`). A CPU's speeds give way to those
     of the reference group in `runs`.
@@ -118,7 +124,8 @@ def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
     lines = evidence.largest_micro_batch(summary(chosen))
     table = brief(lines, chosen, runs)
     parts = [
-        f"Group {group}: {len(chosen)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
+        f"Group {group}, evidence for: {evidence.purpose(chosen)}",
+        f"{len(chosen)} runs, micro-batch {lines['micro_batch'].iloc[0]}",
         "",
         terminal(table[:SHOWN]),
     ]
@@ -135,7 +142,7 @@ def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
 
 
 def execute_pages() -> None:
-    """Execute the notebooks of PAGES into the checkout.
+    """Execute the notebooks of PAGES into the checkout, and of TRAINED the cells of records.
 
     Raises ReportError anywhere but in the root of a checkout.
     """
@@ -144,6 +151,48 @@ def execute_pages() -> None:
     for page, (notebook, parameters) in PAGES.items():
         execute(notebook, ROOT / page, parameters)
         print(f"{notebook} executed into {page}")
+    for page, notebook in TRAINED.items():
+        execute_cells_of_records(notebook, ROOT / page)
+        print(f"what {page} shows of committed records made anew")
+    digests = _committed_digests(evidence.load_runs(ROOT / "runs"), ROOT / "runs")
+    for page in (*PAGES, *TRAINED):
+        stamp(ROOT / page, digests)
+
+
+def execute_cells_of_records(notebook: str, page: Path) -> None:
+    """Execute those cells of a notebook that show committed records, and put them into its page.
+
+    What the other cells of the page trained and show stays.
+    """
+    import nbformat
+
+    with tempfile.TemporaryDirectory() as folder:
+        part = pages.without_training(nbformat.read(ROOT / notebook, as_version=4))
+        nbformat.write(part, Path(folder, "part.ipynb"))
+        execute(f"{folder}/part.ipynb", Path(folder, "executed.ipynb"), {})
+        executed = nbformat.read(Path(folder, "executed.ipynb"), as_version=4)
+    kept = nbformat.read(page, as_version=4)
+    pages.take_cells(kept, executed, pages.cells_of_records(part))
+    write_atomically(page, nbformat.writes(kept).rstrip() + "\n")
+
+
+def stamp(page: Path, digests: dict[str, str]) -> None:
+    """Write into a page the digests of the records that it shows, and its Markdown if it has one.
+
+    `digests` are those of all groups.
+    """
+    import nbformat
+
+    content = nbformat.read(page, as_version=4)
+    content.metadata["records"] = pages.shown_digests(content, digests)
+    write_atomically(page, nbformat.writes(content).rstrip() + "\n")
+    if page.with_suffix(".md").exists():
+        write_atomically(page.with_suffix(".md"), as_markdown(content, page))
+
+
+def _committed_digests(runs: pd.DataFrame, runs_dir: Path) -> dict[str, str]:
+    """Return the digest of the records of each group that is committed."""
+    return pages.group_digests(runs[runs["group"].isin(evidence.committed_groups(runs_dir))])
 
 
 def execute_report(runs: Path, figures: Path, group: str) -> Path:
@@ -211,7 +260,8 @@ def as_markdown(executed, page: Path) -> str:
     """Return an executed notebook as Markdown.
 
     It is without code, and without the sentences that lead to code alone (tag `setup`). Its
-    pictures are those that were saved as files; links to them are from the folder of `page`.
+    pictures are those that were saved as files; links to them are from the folder of `page`. Last
+    stand the records that a kept page is of, with their digests.
     """
     parts = []
     for cell in executed.cells:
@@ -225,6 +275,10 @@ def as_markdown(executed, page: Path) -> str:
                 parts.append(f"![{picture['alt']}]({file.as_posix()})")
             elif "text/markdown" in data:
                 parts.append(data["text/markdown"])
+    records = executed.metadata.get("records", {})
+    if records:
+        words = [f"`{group}` ({value})" for group, value in records.items()]
+        parts.append(f"Records, with their digests: {', '.join(words)}.")
     return "\n\n".join(parts) + "\n"
 
 
@@ -259,6 +313,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     for group in evidence.committed_groups(runs_dir):
         problems += _old_figures(evidence.select(runs, group), figures / group)
     problems += _old_pages()
+    problems += _pages_of_other_records(_committed_digests(runs, runs_dir))
     for page, (before, after) in with_results(runs, runs_dir, figures).items():
         if before != after:
             problems.append(f"{page} is not up to date: run python -m qa_lib report --readme")
@@ -277,19 +332,59 @@ def _old_figures(chosen: pd.DataFrame, folder: Path) -> list[str]:
     return problems
 
 
-def _old_pages() -> list[str]:
-    """Return a sentence for each of PAGES whose cells are not those of its notebook."""
+def _pages_of_other_records(digests: dict[str, str]) -> list[str]:
+    """Return a sentence for each page that shows other records than today's.
+
+    `digests` are those of all committed groups. A page in Markdown is to be that of its notebook.
+    """
     import nbformat
 
     problems = []
-    for page, (notebook, _) in PAGES.items():
+    for page in (*PAGES, *TRAINED):
         if not (ROOT / page).exists():
             continue
-        kept = nbformat.read(ROOT / page, as_version=4).cells
-        of_notebook = nbformat.read(ROOT / notebook, as_version=4).cells
-        kept_sources = [cell.source for cell in kept if cell.id != "injected-parameters"]
-        if kept_sources != [cell.source for cell in of_notebook]:
+        kept = nbformat.read(ROOT / page, as_version=4)
+        changed = pages.changed_groups(kept, digests)
+        if changed:
+            problems.append(
+                f"{page} is of other records of {', '.join(changed)}: "
+                "run python -m qa_lib report --pages"
+            )
+        text = (ROOT / page).with_suffix(".md")
+        if text.exists() and text.read_text(encoding="utf-8") != as_markdown(kept, Path(page)):
+            problems.append(
+                f"{Path(page).with_suffix('.md')} is not what {page} says: "
+                "run python -m qa_lib report --pages"
+            )
+    return problems
+
+
+def _old_pages() -> list[str]:
+    """Return a sentence for each page whose cells are not those of its notebook.
+
+    Of pages that trained, those cells count that show committed records.
+    """
+    import nbformat
+
+    problems = []
+    notebook_of = {page: notebook for page, (notebook, _) in PAGES.items()} | TRAINED
+    for page, notebook in notebook_of.items():
+        if not (ROOT / page).exists():
+            continue
+        kept = nbformat.read(ROOT / page, as_version=4)
+        of_notebook = nbformat.read(ROOT / notebook, as_version=4)
+        compared = None if page in PAGES else pages.cells_of_records(of_notebook)
+        if _sources(kept, compared) != _sources(of_notebook, compared):
             problems.append(
                 f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"
             )
     return problems
+
+
+def _sources(notebook, ids: list[str] | None) -> list[str]:
+    """Return the sources of a notebook's cells of these ids, or of all but injected parameters."""
+    return [
+        cell.source
+        for cell in notebook.cells
+        if (cell.id != "injected-parameters" if ids is None else cell.id in ids)
+    ]

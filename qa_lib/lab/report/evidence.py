@@ -23,6 +23,29 @@ from qa_lib.spec.variants import BASELINES, VARIANTS
 # The group that README.md and the advice for a card speak of, where it has records.
 REFERENCE = TASKS["qa"].reference
 
+# Presets, and searches that have groups of their own -> what a group of them is evidence for.
+PURPOSES = {
+    "smoke": "that everything runs, not speed or F1",
+    "lm-smoke": "that everything runs, not speed or loss",
+    "bench": "speed and memory",
+    "lm-bench": "speed and memory of a language model",
+    "parallel": "speed and memory of several GPUs",
+    "vram": "memory by the reference project's protocol",
+    "sizing": "memory and speed over length and batch",
+    "lm-sizing": "a language model's memory over length and batch",
+    "quality": "F1, and seconds to a score",
+    "lm-quality": "a language model's loss",
+    "answerable": "F1 where every question has an answer",
+    "minutes": "minutes of a whole training, without a score",
+    "speedrun": "seconds to a target F1",
+    "critical-batch": "what a larger batch is worth",
+    "full": "a whole training: F1, minutes and memory",
+    "lm-full": "a whole training of a language model",
+    "local": "a training on data of your own",
+    "max-batch": "the largest micro-batch within a limit",
+    "tune": "which learning rate to take, not F1",
+}
+
 # Columns of the DataFrame that have names of their own here.
 TASK = ["task.name", "task.metric", "task.label", "task.higher_is_better"]
 LENGTH = "spec.preset.max_length"
@@ -278,6 +301,16 @@ def committed_groups(runs_dir: Path) -> list[str]:
             f"cannot ask git which groups of {runs_dir} are committed: {problem}"
         ) from problem
     return sorted(Path(name).stem for name in listed.stdout.split("\0") if name)
+
+
+def purpose(runs: pd.DataFrame) -> str:
+    """Return what the runs of one group are evidence for, by their preset or search.
+
+    Where none is known it is the preset's name.
+    """
+    first = runs.iloc[0]
+    kind = first["spec.search"] or first["spec.preset.name"]
+    return PURPOSES.get(kind, kind)
 
 
 # Which runs speak for a group.

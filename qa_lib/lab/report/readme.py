@@ -220,7 +220,7 @@ def cards_table() -> pd.DataFrame:
 
 
 def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Return the committed groups as a table: what ran, where, how many runs, how long one took."""
+    """Return the committed groups as a table: evidence for what, what ran, where, for how long."""
     table = [_group_line(name, part) for name, part in runs.groupby("group")]
     explanation = (
         "*One run*: the median of its seconds from a fresh process to the record (lowest–highest), "
@@ -245,6 +245,7 @@ def _group_line(name: str, runs: pd.DataFrame) -> dict[str, str]:
         one_run = f"{median} s ({least}–{most})"
     return {
         "group": f"`{name}`",
+        "evidence for": evidence.purpose(runs),
         "model": ", ".join(models) if len(models) < 3 else f"{len(models)} models",
         "hardware": hardware,
         "runs": str(len(runs)),

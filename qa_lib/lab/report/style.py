@@ -96,7 +96,7 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     # A record's words may have dollars, between which matplotlib would look for formulas.
     plain = {"x": 0.01, "ha": "left", "parse_math": False}
     figure.suptitle(wrap(title, 84), fontsize=12, fontweight="bold", **plain)
-    figure.supxlabel(wrap(note, 148), fontsize=8, color="0.35", **plain)
+    figure.supxlabel(wrap(note, 140), fontsize=8, color="0.35", **plain)
     return figure
 
 
@@ -322,13 +322,15 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
         if isinstance(made, str):
             return display.Markdown(made)
         kept = {}
+        if _are_runs(sources):
+            kept["group"] = sources[0]["group"].iloc[0]
         if save:
             runs = sources[0]
             name = name or make.__name__.removeprefix("fig_")
             path = Path(save, runs["group"].iloc[0], f"{name}.png")
             writable_folder(path.parent)
             write_atomically(path, png(made, Records=digest(runs)))
-            kept = {"file": path.as_posix()}
+            kept["file"] = path.as_posix()
         return display.Image(
             png(made, NOTEBOOK_DPI),
             width=round(NOTEBOOK_DPI * WIDTH),
@@ -337,6 +339,12 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
         )
     except SPOILT as problem:
         return display.Markdown(f"*Not shown: {reason(problem)}.*")
+
+
+def _are_runs(sources: Sequence) -> bool:
+    """Return whether the first of a figure's sources are the runs of a group."""
+    first = sources[0] if sources else None
+    return isinstance(first, pd.DataFrame) and "group" in first and len(first) > 0
 
 
 def reason(problem: Exception) -> str:

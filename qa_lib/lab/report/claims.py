@@ -1,0 +1,457 @@
+"""The reference project's claims, a line each, with what was measured here and a verdict.
+
+Theirs come from its documents (published.csv and the sentences below), ours from records alone.
+
+A number of theirs has one rule each kind: a ratio of speeds holds where ours is within NEAR of
+theirs, a difference of scores where it is within MARGIN of theirs. These two bounds were set after
+the runs, once for all numbers; those of the sentences were set before. Where there is an interval,
+all of it has to lie within the bound, and where all of it lies outside the claim fails.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from qa_lib.lab.report import evidence, facts
+from qa_lib.lab.report.format import MISSING, factor, gain, number, percent, points
+from qa_lib.lab.report.stats import (
+    BASELINE,
+    BEST_F1,
+    F1,
+    FAILS,
+    HOLDS,
+    MARGIN,
+    OPEN,
+    between,
+    by_seed,
+    interval,
+)
+from qa_lib.spec.variants import RECOMMENDED, VARIANTS
+
+NEAR = 0.10  # a ratio of speeds within so much of theirs agrees with it
+EXACT = "quality.exact"  # exact match at threshold 0
+BEST_EXACT = "quality.best_exact"
+TIMED_STEPS = 500  # that the reference project's protocol asks for
+NOT_MEASURED = "not measured on this card"
+CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
+HEADINGS = ["their claim", "of it", "theirs", "measured here", "holds"]
+
+
+class Found(NamedTuple):
+    """What was measured, in words, and the sign of its verdict."""
+
+    text: str
+    sign: str
+
+
+def all_of(signs: Iterable[str]) -> str:
+    """Return the sign of a claim of several parts: it fails where one part is shown to fail.
+
+    It holds where every part does. A part that was not measured leaves it open, unless none was.
+    """
+    found = set(signs)
+    if FAILS in found:
+        return FAILS
+    if found in ({HOLDS}, {CANNOT_TELL}):
+        return found.pop()
+    return OPEN
+
+
+class Measured:
+    """What the records of a group say of variants, and those that speak for its scores."""
+
+    def __init__(self, every: pd.DataFrame, group: str):
+        """`every` are the runs of all groups."""
+        timed = evidence.runs_at_preset(every, group, "bench")
+        chosen = timed if len(timed) else evidence.select(every, group)
+        chosen = evidence.usual_conditions(chosen)
+        self.bench = chosen[chosen["status"] == "ok"]
+        self.scored = evidence.usual_conditions(evidence.judging_runs(every, group))
+        vram = evidence.usual_conditions(evidence.runs_at_preset(every, group, "vram"))
+        vram = vram[(vram["micro_batch"] == 8) & (vram["status"] == "ok")]
+        vram = vram.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
+        self.first_peaks = evidence.numbers(vram, {"peak": "memory.peak_alloc_mib"})["peak"]
+        self.fresh = self._without_seeds_of_a_search(every, "B1-all")
+
+    def _without_seeds_of_a_search(self, every: pd.DataFrame, variant: str) -> pd.DataFrame:
+        """Return the scored runs without the seeds that chose a variant's rate, on their data."""
+        is_try = (
+            every["spec.hardware"].isin(self.bench["spec.hardware"])
+            & every["spec.search"].eq("tune")
+            & every["spec.variant"].eq(variant)
+            & every["data.sha256"].isin(self.scored["data.sha256"])
+        )
+        return self.scored[~self.scored["spec.seed"].isin(every.loc[is_try, "spec.seed"])]
+
+    def ratio(
+        self, variant: str, parent: str, size: int = 32, column: str = "speed.samples_per_s"
+    ) -> tuple[float, float]:
+        """Return a measure of a variant over another's at a micro-batch, and half its interval.
+
+        The ratio is of the means of all seeds, and the interval of ratios of equal seeds, as in
+        `summary`: NaN where the parent has not run with all of the variant's seeds.
+        """
+        at_size = self.bench[self.bench["micro_batch"] == size]
+        by_variant = by_seed(at_size, column).reindex(columns=[variant, parent])
+        own = by_variant[variant].dropna()
+        base = by_variant[parent].dropna()
+        half = float(interval(own / base)) if own.index.isin(base.index).all() else math.nan
+        return own.mean() / base.mean(), half
+
+    def first_peak(self, variant: str, parent: str) -> float:
+        """Return peak memory over another's by the reference project's protocol: one step of 8
+        samples to settle, one measured."""
+        return self.first_peaks.get(variant, math.nan) / self.first_peaks.get(parent, math.nan)
+
+    def difference(
+        self, variant: str, parent: str, column: str, runs: pd.DataFrame | None = None
+    ) -> tuple[float, float]:
+        """Return a score minus another variant's over equal seeds, and half the interval.
+
+        NaN where it was not measured.
+        """
+        scores = by_seed(self.scored if runs is None else runs, column)
+        both = scores.reindex(columns=[variant, parent]).dropna()
+        apart = both[variant] - both[parent]
+        return float(apart.mean()), float(interval(apart))
+
+    def room(self, column: str) -> float:
+        """Return by how much the baseline's score exceeds that of never answering."""
+        base = self.scored[self.scored["spec.variant"] == BASELINE]
+        means = evidence.numbers(base, {"own": column, "null": "quality.always_null_f1"}).mean()
+        return means["own"] - means["null"]
+
+
+# The tables.
+
+
+def claims_table(every: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return what the reference project says in words, with verdicts, as text under HEADINGS.
+
+    `every` are the runs of all groups; `group` is the one that is asked.
+    """
+    return _table_of(sentences(Measured(every, group)))
+
+
+def numbers_table(every: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return each number that it published, with verdicts, as `claims_table` does."""
+    return _table_of(published_numbers(Measured(every, group)))
+
+
+def _table_of(lines: Sequence[tuple[str, str, str, Found]]) -> pd.DataFrame:
+    """Return claims as a table of text under HEADINGS; a claim stands in its first line alone."""
+    rows = [(claim, part, theirs, *found) for claim, part, theirs, found in lines]
+    table = pd.DataFrame(rows, columns=HEADINGS)
+    claims = table["their claim"]
+    return table.assign(**{"their claim": np.where(claims.duplicated(), "", claims)})
+
+
+# Verdicts.
+
+
+def judged(value: float, half: float, low: float, high: float) -> str:
+    """Return the sign of a value that should lie between two bounds, by its interval if it has one.
+
+    CANNOT_TELL where it was not measured.
+    """
+    if math.isnan(value):
+        return CANNOT_TELL
+    return between((value, 0.0 if math.isnan(half) else half), low, high)
+
+
+def of_interval(difference: tuple[float, float], low: float, high: float) -> str:
+    """Return the sign of a difference of scores, which takes an interval: OPEN without one.
+
+    CANNOT_TELL where it was not measured.
+    """
+    return CANNOT_TELL if math.isnan(difference[0]) else between(difference, low, high)
+
+
+def faster(
+    measured: Measured,
+    variants: Sequence[str],
+    parent: str | None,
+    low: float,
+    sizes: Sequence[int] = (32,),
+) -> Found:
+    """Return whether each variant trains at least `low` times as fast as its parent, at all sizes.
+
+    Without `parent` it is the variant's own in the table.
+    """
+    words = []
+    signs = []
+    for name in variants:
+        for size in sizes:
+            value, half = measured.ratio(name, parent or VARIANTS[name].parent, size)
+            words.append(f"{name} {_times(value, half)}" + f" at {size}" * (len(sizes) > 1))
+            signs.append(judged(value, half, low, math.inf))
+    return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", all_of(signs))
+
+
+def _times(value: float, half: float = math.nan) -> str:
+    """Return a ratio as '×1.41 ± 0.09'."""
+    return f"×{number(value, half)}" if not math.isnan(value) else MISSING
+
+
+def leaner(ratios: dict[str, float], high: float) -> Found:
+    """Return whether each variant takes less than `high` times another's memory.
+
+    `ratios` are those of memory, by variant.
+    """
+    words = []
+    for name, value in ratios.items():
+        change = MISSING
+        if not math.isnan(value):
+            change = f"{gain(100 * (value - 1), decimals=0)} %"
+        words.append(f"{name} {change}")
+    signs = [judged(value, math.nan, -math.inf, high) for value in ratios.values()]
+    return Found(", ".join(words), all_of(signs))
+
+
+def loses(
+    measured: Measured, variant: str, low: float, high: float, runs: pd.DataFrame | None = None
+) -> Found:
+    """Return whether the change of F1 against the baseline, at the best threshold, lies between."""
+    found = measured.difference(variant, BASELINE, BEST_F1, runs)
+    return Found(f"{variant} {gain(*found)} F1", of_interval(found, low, high))
+
+
+def loses_about(measured: Measured, variant: str, theirs: float, margin: float) -> Found:
+    """Return whether F1 falls by about as much as theirs, at the best threshold.
+
+    It cannot be told where never answering would lose less than that.
+    """
+    room = measured.room(BEST_F1)
+    if room < -(theirs + margin):
+        text, _ = loses(measured, variant, 0, 0)
+        return Found(f"{text}; {_room_words(room)}", CANNOT_TELL)
+    return loses(measured, variant, theirs - margin, theirs + margin)
+
+
+def _room_words(room: float) -> str:
+    """Return by how much the baseline's score exceeds that of never answering, in words."""
+    return f"never answering loses {number(room)}"
+
+
+def keeps(
+    measured: Measured, variant: str, parent: str, columns: Sequence[str] = (F1, BEST_F1)
+) -> Found:
+    """Return whether a score stays within MARGIN of the parent's, at threshold 0 and at the best.
+
+    `columns` are the score at the two thresholds.
+    """
+    found = [measured.difference(variant, parent, column) for column in columns]
+    signs = [of_interval(difference, -MARGIN, MARGIN) for difference in found]
+    at_zero, at_best = (gain(*difference) for difference in found)
+    return Found(f"{variant} {at_zero} at 0, {at_best} at best, of {parent}", all_of(signs))
+
+
+# The claims in words.
+
+
+def sentences(measured: Measured) -> list[tuple[str, str, str, Found]]:
+    """Return what the reference project says, as (claim, part of it, theirs, found)."""
+    lines: list[tuple[str, str, str, Found]] = []
+    for make in (_about_systems, _about_adapters, _about_memory, _about_the_rest):
+        for claim, parts in make(measured).items():
+            lines += [(claim, part, theirs, found) for part, (theirs, found) in parts.items()]
+    return lines
+
+
+def _about_systems(measured: Measured) -> dict[str, dict[str, tuple[str, Found]]]:
+    """Return the claims on attention, compiler, padding and their goals."""
+    return {
+        "SDPA, the compiler and bucketing together train faster, with better F1": {
+            "faster by 17 % at both micro-batches": (
+                "×1.17",
+                faster(measured, ["A4"], BASELINE, 1.17, sizes=(8, 32)),
+            ),
+            "better F1, at the best threshold": ("+0.61", loses(measured, "A4", 0, math.inf)),
+        },
+        "1.3 to 2.0 times the baseline's speed is reachable": {
+            "reachable": ("×1.3 to ×2.0", faster(measured, ["A4", "E-moments"], BASELINE, 1.3)),
+        },
+        "F1 and exact match stay within about 1 point": {
+            "F1": ("≤ 1", keeps(measured, RECOMMENDED, BASELINE)),
+            "exact match": ("≤ 1", keeps(measured, RECOMMENDED, BASELINE, (EXACT, BEST_EXACT))),
+        },
+    }
+
+
+def _about_adapters(measured: Measured) -> dict[str, dict[str, tuple[str, Found]]]:
+    """Return the claims on LoRA and BitFit."""
+    captured = ["E-masters-lora-qv", "E-masters-lora-all", "E-dropout-bitfit", "E-dropout-freeze"]
+    memory = {}
+    for name in captured:
+        parent = VARIANTS[name].parent or BASELINE
+        memory[name], _ = measured.ratio(name, parent, column="memory.peak_alloc_mib")
+    return {
+        "LoRA and BitFit underperform on SQuAD v2": {
+            "LoRA as they set it loses more than 2": (
+                "−21.7",
+                loses(measured, "B1", -math.inf, -2),
+            ),
+            "LoRA as they set it loses about 22": ("−21.7", loses_about(measured, "B1", -22, 4)),
+            "LoRA on every layer loses more than 2 (seeds that did not choose its rate)": (
+                MISSING,
+                loses(measured, "B1-all", -math.inf, -2, measured.fresh),
+            ),
+            "BitFit loses more than 2": ("−18.6", loses(measured, "B2", -math.inf, -2)),
+            "BitFit loses about 19": ("−18.6", loses_about(measured, "B2", -19, 4)),
+        },
+        "PEFT still helps once kernels are fused": {
+            "memory": (MISSING, leaner(memory, 1)),
+            "speed, LoRA on query and value": (MISSING, faster(measured, captured[:1], None, 1)),
+            "speed, LoRA on every linear layer": (
+                MISSING,
+                faster(measured, captured[1:2], None, 1),
+            ),
+            "speed, biases or top layers": (MISSING, faster(measured, captured[2:], None, 1)),
+        },
+    }
+
+
+def _about_memory(measured: Measured) -> dict[str, dict[str, tuple[str, Found]]]:
+    """Return the claims on 8-bit AdamW and activation checkpointing."""
+
+    def at_32(variant: str, parent: str, column: str = "memory.peak_alloc_mib") -> float:
+        return measured.ratio(variant, parent, column=column)[0]
+
+    cost = measured.difference("C2", "A3", BEST_F1)
+    return {
+        "8-bit AdamW keeps accuracy at 20 % less memory": {
+            "at least 15 % less memory than A3, by their protocol": (
+                "−20 %",
+                leaner({"C1": measured.first_peak("C1", "A3")}, 0.85),
+            ),
+            "the same at micro-batch 32": (MISSING, leaner({"C1": at_32("C1", "A3")}, 0.85)),
+            "the optimizer's state is less than half": (
+                MISSING,
+                leaner({"C1": at_32("C1", "A3", "memory.optimizer_mib")}, 0.5),
+            ),
+            "within 1 F1": ("−0.62", keeps(measured, "C1", "A3")),
+        },
+        "Gradient checkpointing saves 32 % of memory and costs 2 F1": {
+            "at least 28 % less memory than A3, by their protocol": (
+                "−32 %",
+                leaner({"C2": measured.first_peak("C2", "A3")}, 0.72),
+            ),
+            "the same at micro-batch 32": (MISSING, leaner({"C2": at_32("C2", "A3")}, 0.72)),
+            "saves more than 8-bit AdamW, by their protocol": (
+                "−15 % of C1",
+                leaner({"C2": measured.first_peak("C2", "C1")}, 1),
+            ),
+            "the same at micro-batch 32, of C1": (MISSING, leaner({"C2": at_32("C2", "C1")}, 1)),
+            "costs 2 F1": ("−2.4", Found(f"C2 {gain(*cost)} F1", _costs_two(cost))),
+        },
+    }
+
+
+def _costs_two(cost: tuple[float, float]) -> str:
+    """Return whether a difference of F1 is shown to be a loss, and 2 lies in its interval."""
+    mean, half = cost
+    if math.isnan(mean):
+        return CANNOT_TELL
+    if abs(mean + 2) > half:
+        return FAILS
+    return HOLDS if mean + half < 0 else OPEN
+
+
+def _about_the_rest(measured: Measured) -> dict[str, dict[str, tuple[str, Found]]]:
+    """Return the claims on the faulty join, the compiler's backends, and how it was measured."""
+    joined = by_seed(measured.scored).mean().reindex(["A4", "A4-b"])
+    wrong = Found(
+        f"the training of A4 (F1 {points(joined['A4'])}), joined by position: "
+        f"F1 {points(joined['A4-b'])}",
+        judged(joined["A4-b"] - joined["A4"], math.nan, -math.inf, -20),
+    )
+    return {
+        "A4-b's collapse is a misalignment of labels": {
+            "wrong labels": ("F1 26.9", Found("not tested: their run is gone", CANNOT_TELL)),
+            "a wrong join suffices": (MISSING, wrong),
+        },
+        "aot_eager equals Inductor": {
+            "at least 95 % of the speed, at both micro-batches": (
+                "×1.01",
+                faster(measured, ["D1"], "A3", 0.95, sizes=(8, 32)),
+            ),
+            "within 1 F1": ("−0.54", keeps(measured, "D1", "A3")),
+            "kernel count, SM occupancy and bandwidth of D1 and A3": (
+                MISSING,
+                Found("no D1 was profiled", CANNOT_TELL),
+            ),
+            "NVFuser": (MISSING, Found("torch.compile has no NVFuser any more", CANNOT_TELL)),
+        },
+        "Warm up for 100 steps, time 500, average 3 runs": {
+            "timed steps and runs": ("500 steps, 3 runs", _protocol(measured)),
+            "Nsight Systems' timeline": (
+                MISSING,
+                Found("not on the GPU's host; the profiler's own timeline is shown", CANNOT_TELL),
+            ),
+        },
+    }
+
+
+def _protocol(measured: Measured) -> Found:
+    """Return how many steps were timed in how many runs, and how far runs lie apart."""
+    runs = measured.bench[measured.bench["micro_batch"] == 32]
+    steps = evidence.numbers(runs, {"n": "time.step_ms.n"})["n"]
+    words = []
+    for name in (BASELINE, RECOMMENDED):
+        speeds = runs.loc[runs["spec.variant"] == name, "speed.samples_per_s"].astype(float)
+        half = float(interval(speeds)) / speeds.mean()
+        if not math.isnan(half):
+            words.append(f"mean of {len(speeds)} runs of {name} ± {percent(half)}")
+    counts = " to ".join(f"{count:.0f}" for count in sorted({steps.min(), steps.max()}))
+    text = "; ".join([f"{counts} steps", *words])
+    return Found(text, FAILS if steps.min() < TIMED_STEPS else HOLDS)
+
+
+# The numbers that were published.
+
+
+def published_numbers(measured: Measured) -> list[tuple[str, str, str, Found]]:
+    """Return each published number of speed and score, as (claim, part of it, theirs, found)."""
+    table = facts.published()
+    lines = []
+    for parent in (BASELINE, "A3"):
+        for name in table.index:
+            if parent in (VARIANTS[name].parent, BASELINE) and name != parent:
+                theirs = table.loc[name, "speed"] / table.loc[parent, "speed"]
+                found = _near(measured, name, parent, theirs)
+                lines.append((f"Training speed, × {parent}", name, factor(theirs), found))
+    for label, column, key in (("F1", "score", F1), ("Exact match", "exact", EXACT)):
+        for name in table.index.drop(BASELINE):
+            theirs = table.loc[name, column] - table.loc[BASELINE, column]
+            found = _as_theirs(measured, name, theirs, key)
+            lines.append((f"{label} minus {BASELINE}'s, at threshold 0", name, gain(theirs), found))
+    scoring = table["eval_samples_per_s"] / table.loc[BASELINE, "eval_samples_per_s"]
+    said = ", ".join(f"{name} {factor(ratio)}" for name, ratio in scoring.drop(BASELINE).items())
+    reason = Found("no A1 was scored on a GPU of its own", CANNOT_TELL)
+    return [*lines, (f"Scoring speed, × {BASELINE}", "all", said, reason)]
+
+
+def _near(measured: Measured, variant: str, parent: str, theirs: float) -> Found:
+    """Return whether a variant's speed over another's is within NEAR of theirs, at 32 samples."""
+    value, half = measured.ratio(variant, parent)
+    if math.isnan(value):
+        return Found(NOT_MEASURED, CANNOT_TELL)
+    sign = judged(value, half, (1 - NEAR) * theirs, (1 + NEAR) * theirs)
+    return Found(_times(value, half), sign)
+
+
+def _as_theirs(measured: Measured, variant: str, theirs: float, column: str) -> Found:
+    """Return whether a score minus the baseline's is within MARGIN of theirs, at threshold 0.
+
+    It cannot be told where never answering would lose less than that.
+    """
+    found = measured.difference(variant, BASELINE, column)
+    if math.isnan(found[0]):
+        return Found("not scored", CANNOT_TELL)
+    room = measured.room(column)
+    if room < -(theirs + MARGIN):
+        return Found(f"{gain(*found)}; {_room_words(room)}", CANNOT_TELL)
+    return Found(gain(*found), of_interval(found, theirs - MARGIN, theirs + MARGIN))

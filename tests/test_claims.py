@@ -1,0 +1,140 @@
+"""The reference project's claims: a verdict follows from the records and the bounds alone."""
+
+import math
+
+import pandas as pd
+import pytest
+
+from qa_lib.lab.report import claims, evidence, facts
+from qa_lib.lab.report.claims import CANNOT_TELL, Found
+from qa_lib.lab.report.evidence import load_runs
+from qa_lib.lab.report.stats import BEST_F1, FAILS, HOLDS, OPEN
+from tests.material import committed
+from tests.report_runs import make
+from tests.tiny import H200
+
+GROUP = evidence.REFERENCE
+
+
+@pytest.fixture
+def measured(tmp_path):
+    """Return what is measured of runs of preset bench, each (variant, speed, seed, micro-batch)."""
+
+    def measure(*runs):
+        for variant, speed, seed, size in runs:
+            make(
+                tmp_path,
+                variant,
+                seed,
+                machine=H200,
+                preset="bench",
+                micro_batch=size,
+                speed=speed,
+            )
+        every = load_runs(tmp_path)
+        return claims.Measured(every, every["group"].iloc[0])
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def tables():
+    """The two tables of the committed records."""
+    every = committed()
+    return claims.claims_table(every, GROUP), claims.numbers_table(every, GROUP)
+
+
+@pytest.mark.parametrize(
+    ("signs", "sign"),
+    [
+        ([HOLDS, HOLDS], HOLDS),
+        ([HOLDS, OPEN], OPEN),
+        ([FAILS, CANNOT_TELL], FAILS),
+        ([HOLDS, CANNOT_TELL], OPEN),
+        ([CANNOT_TELL, CANNOT_TELL], CANNOT_TELL),
+    ],
+)
+def test_a_claim_fails_where_one_part_does_though_another_was_not_measured(signs, sign):
+    assert claims.all_of(signs) == sign
+
+
+def test_a_speed_at_one_size_refutes_a_claim_about_both(measured):
+    found = claims.faster(
+        measured(("A3", 100.0, 0, 32), ("D1", 88.0, 0, 32)), ["D1"], "A3", 0.95, sizes=(8, 32)
+    )
+    assert found == Found("D1 – at 8, D1 ×0.88 at 32 of A3", FAILS)
+
+
+def test_a_speed_that_was_not_measured_tells_nothing(measured):
+    found = claims.faster(measured(("A3", 100.0, 0, 32)), ["D1"], "A3", 0.95)
+    assert found == Found("D1 – of A3", CANNOT_TELL)
+
+
+def test_a_ratio_of_three_equal_seeds_has_an_interval(measured):
+    runs = [("A1", 100.0, seed, 32) for seed in range(3)]
+    runs += [("A2", 140.0 + seed, seed, 32) for seed in range(3)]
+    value, half = measured(*runs).ratio("A2", "A1")
+    assert value == pytest.approx(1.41)
+    assert half == pytest.approx(2.92 * 0.01 / math.sqrt(3), rel=1e-3)
+
+
+def test_a_ratio_whose_parent_lacks_a_seed_has_no_interval(measured):
+    runs = [("A1", 100.0, 0, 32)] + [("A2", 140.0, seed, 32) for seed in range(3)]
+    assert math.isnan(measured(*runs).ratio("A2", "A1")[1])
+
+
+@pytest.mark.parametrize(
+    ("speed", "sign"), [(106.0, HOLDS), (96.0, HOLDS), (80.0, FAILS), (120.0, FAILS)]
+)
+def test_a_published_ratio_of_speeds_agrees_within_ten_percent(measured, speed, sign):
+    found = claims._near(measured(("A1", 100.0, 0, 32), ("A3", speed, 0, 32)), "A3", "A1", 1.03)
+    assert found.sign == sign
+
+
+@pytest.mark.parametrize(
+    ("cost", "sign"),
+    [
+        ((-2.1, 0.5), HOLDS),
+        ((-0.4, 0.3), FAILS),
+        ((-1.5, 1.9), OPEN),
+        ((math.nan, math.nan), CANNOT_TELL),
+    ],
+)
+def test_two_points_are_lost_where_a_loss_is_shown_that_may_be_two(cost, sign):
+    assert claims._costs_two(cost) == sign
+
+
+def test_within_one_point_is_at_both_thresholds():
+    found = claims.keeps(claims.Measured(committed(), GROUP), "D1", "A3")
+    at_best = claims.Measured(committed(), GROUP).difference("D1", "A3", BEST_F1)
+    assert claims.of_interval(at_best, -1, 1) == HOLDS
+    assert found.sign == OPEN
+
+
+def test_a_loss_larger_than_that_of_never_answering_cannot_be_told(tables):
+    _, numbers = tables
+    line = numbers[numbers["of it"].eq("B1") & numbers["theirs"].eq("−21.67")].iloc[0]
+    assert "never answering loses" in line["measured here"]
+    assert line["holds"] == CANNOT_TELL
+
+
+def test_each_claim_has_a_verdict_and_each_without_one_its_reason(tables):
+    for table in tables:
+        assert set(table["holds"]) <= {HOLDS, FAILS, OPEN, CANNOT_TELL}
+        assert table["measured here"].str.len().gt(0).all()
+
+
+def test_each_published_number_has_a_line(tables):
+    _, numbers = tables
+    published = facts.published().index.drop("A1")
+    for label in ("Training speed, × A1", "F1 minus A1's", "Exact match minus A1's"):
+        filled = numbers["their claim"].replace("", pd.NA).ffill()
+        lines = numbers[filled.str.startswith(label)]
+        assert list(lines["of it"]) == list(published)
+
+
+def test_a_claim_stands_in_its_first_line_alone(tables):
+    for table in tables:
+        said = table["their claim"][table["their claim"] != ""]
+        assert said.is_unique
+        assert len(said) < len(table)
