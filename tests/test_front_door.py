@@ -17,15 +17,17 @@ import pandas as pd
 import psutil
 import pytest
 
-from qa_lib.data.squad import open_source
+from qa_lib.data.english import smoke_question
+from qa_lib.data.synthetic import vocabulary
 from qa_lib.lab import quickstart as quickstart_module
 from qa_lib.lab.cli.verbs import VERBS
-from qa_lib.lab.quickstart import PRESET, _is_current
+from qa_lib.lab.quickstart import LOW_BY_DESIGN, PRESET, _is_current
 from qa_lib.lab.report.evidence import REFERENCE, load_runs
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.sweep import notebook_command
 from qa_lib.records.record import new_record, read_record, run_files
 from qa_lib.spec.machine import Machine
+from qa_lib.spec.variants import tagged
 from tests.conftest import slow
 from tests.material import ROOT, leave, python, wait_for, without_torch
 
@@ -212,21 +214,38 @@ def test_speeds_of_the_reference_are_those_of_the_variants_in_their_order(
     assert speeds.loc["none"].isna().all()
 
 
-def test_the_quickstart_asks_for_the_shortest_context(tmp_path, monkeypatch):
-    asked = []
-
+def test_the_quickstart_asks_a_question_of_english_and_says_what_the_model_knows(
+    tmp_path, monkeypatch
+):
     def ask(folder, question, context):
-        asked.append((folder, context))
+        assert (folder, question) == (tmp_path, "Who came?")
         best = {"text": "", "probability": 0.875}
         return {"nbest": [best], "ms": {"tokenize": 1.2, "forward": 2.4}}
 
     monkeypatch.setattr("qa_lib.score.predict.ask", ask)
     said = quickstart_module._answer(tmp_path)
-    ((folder, context),) = asked
-    examples = open_source("synthetic:200", "validation").examples
-    assert folder == tmp_path
-    assert len(context) == min(len(example.context) for example in examples if example.answers)
+    assert "trained here on 144 words" in said
+    assert "  Many had gone by March 1912." in said
     assert said.endswith("  -> no answer   (88%, 4 ms)")
+    assert widest(said) <= COLUMNS
+
+
+def test_a_smoke_model_knows_every_word_of_its_english_question():
+    example = smoke_question()
+    words = re.findall(r"\w+|[.,?]", f"{example.context} {example.question}".lower())
+    assert set(words) <= set(vocabulary())
+
+
+def test_the_quickstart_says_of_what_loses_by_design_that_it_does():
+    variants = tagged("quickstart")
+    assert LOW_BY_DESIGN.keys() == {"A4-b", "B1"}
+    specs = plan(variants, PRESET, machine=Machine())
+    entries = [{"quality": {"f1": 100.0}, "speed": {"pad_fraction": 0.5}}] * len(specs)
+    table = quickstart_module._table(specs, entries, dict.fromkeys(variants, 12_000.0))
+    assert widest(table) <= COLUMNS
+    ends = {line.split("  ")[0]: line for line in table.splitlines()}
+    for variant in variants:
+        assert ("low by design" in ends[variant]) == (variant in LOW_BY_DESIGN)
 
 
 # What the fork server imports.

@@ -329,12 +329,23 @@ def test_the_slider_begins_at_the_models_threshold_and_reaches_beyond_the_margin
     assert (slider["value"], slider["minimum"], slider["maximum"]) == (value, -reach, reach)
 
 
-def test_a_card_decides_by_the_models_threshold_and_is_called_by_its_name(card_of):
+def test_a_card_decides_by_the_models_threshold_and_names_it_and_its_milliseconds(card_of):
     assert card_of(a_choice(0.0), margin=1.0).answer["value"] == "No answer"
     card = card_of(a_choice(2.0), margin=1.0)
     assert card.answer["value"] == "she"
-    assert card.answer["label"] == "A1"
+    assert card.answer["label"] == "A1 · 12 ms"
     assert card[5:] == ("so she came", 3, 6, 1.0)
+
+
+def test_the_page_says_what_it_is_and_how_many_words_its_smoke_model_knows(server):
+    texts = [component["props"].get("value") for component in server.config["components"]]
+    introductions = [text for text in texts if str(text).startswith("**Fine-tuned models answer")]
+    assert introductions == [asking.INTRODUCTION + " The first one knows 144 words."]
+
+
+def test_the_page_asks_its_example_when_it_is_loaded(server):
+    asked_by = [event for _, event in server.ask_event["targets"]]
+    assert sorted(asked_by) == ["click", "load", "submit"]
 
 
 def test_the_second_menu_begins_with_the_second_model_that_was_named():

@@ -1,5 +1,6 @@
 """The page in a real browser; these tests skip where no Chromium is installed."""
 
+import re
 import shutil
 
 import pytest
@@ -88,6 +89,12 @@ def test_browser_one_click_shows_the_answer_in_the_window(page):
     assert_fits(page)
     assert page.get_by_label("Model").input_value() == "A2-s0 · smoke · F1 99.9"
     assert page.locator("footer:visible").count() == 0
+
+
+def test_browser_shows_the_example_answered_before_anybody_has_clicked(page):
+    page.locator("mark").wait_for()
+    assert page.locator("mark").text_content() == "Greta Miller"
+    page.get_by_text(re.compile(r"A2-s0 · smoke · F1 99.9 · \d+ ms")).wait_for()
 
 
 @pytest.mark.slow

@@ -14,18 +14,23 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from qa_lib.data.squad import open_source
+from qa_lib.data.english import pretrained_questions, smoke_question
+from qa_lib.data.synthetic import vocabulary
 from qa_lib.errors import UserError
 from qa_lib.lab.app.choices import Choice, Choices
 from qa_lib.lab.app.markup import table_html, without_paths
 from qa_lib.lab.app.proxies import gr
-from qa_lib.paths import PACKAGE
 from qa_lib.spec.presets import whole_number
 
 MAX_CONTEXT = 100_000  # characters of a paragraph, which a CPU reads in a minute or so
 MAX_QUESTION = 1_000  # characters
 MAX_DIGITS = 19  # of a longest answer; Python refuses to read numbers of very many
 SURROGATE = re.compile("[\ud800-\udfff]")
+INTRODUCTION = (
+    "**Fine-tuned models answer questions about a paragraph**, or say that it has no answer."
+)
+# Added where the first model is one of preset smoke.
+OF_SMOKE_MODELS = f" The first one knows {len(vocabulary())} words."
 # One thread for all models: two that are compared would take each other's cores, and each thread
 # that calls torch keeps memory of its own. It imports torch, too, while the page is being read.
 WORKER = ThreadPoolExecutor(1)
@@ -206,15 +211,18 @@ class ExampleQuestion(NamedTuple):
 def ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) -> None:
     """Build the tab. Answers have at most so many tokens until the asker says otherwise."""
     listed = models.listed()
+    examples = _examples()
+    prefilled = examples[0]
     if not listed:
         gr.Markdown(
             "There is no checkpoint to ask yet: "
             "`make quickstart` trains small ones on a CPU in minutes."
         )
-    examples = _examples()
-    prefilled = examples[0]
-    if listed and listed[0].synthetic:
+    elif listed[0].synthetic:
         prefilled = examples[-1]
+        gr.Markdown(INTRODUCTION + OF_SMOKE_MODELS)
+    else:
+        gr.Markdown(INTRODUCTION)
 
     first_menu, second_menu = _menus(models)
     with gr.Row():
@@ -262,8 +270,11 @@ def ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) -> 
         show_progress="hidden",
         api_visibility="private",
     )
+    asked_by = [button.click, question.submit]
+    if listed:
+        asked_by.append(demo.load)  # the example is answered before anybody has clicked
     gr.on(
-        [button.click, question.submit],
+        asked_by,
         on_ask,
         inputs=[first, second, context, question, longest],
         outputs=[*first_card, *second_card],
@@ -286,15 +297,12 @@ def _menus(models: Choices) -> tuple[dict, dict]:
 
 
 def _examples() -> list[ExampleQuestion]:
-    """Return two questions about real English, then one about text that a smoke model knows."""
-    english = open_source(PACKAGE / "data" / "english.json", "validation").examples
-    generated = open_source("synthetic:200", "validation").examples
-    answerable = [example for example in generated if example.answers]
-    shortest = min(answerable, key=lambda example: len(example.context))
+    """Return two questions for a pretrained model, then one of words that a smoke model knows."""
+    pretrained = pretrained_questions()
     labelled = [
-        (english[0], ""),
-        (english[-1], " (no answer)"),
-        (shortest, " (generated)"),
+        (pretrained[0], ""),
+        (pretrained[-1], " (no answer)"),
+        (smoke_question(), " (for smoke models)"),
     ]
     return [
         ExampleQuestion(example.question + note, example.context, example.question)
@@ -347,6 +355,7 @@ def _card_of_answer(models: Choices, key: str, context: str, question: str, long
         result = answer(choice, question, context, typed_number(longest))
     except UserError as problem:
         return _card_of_problem(problem, label=choice.name if choice else "Model")
+    milliseconds = sum(result["ms"].values())
     threshold = 0.0 if math.isnan(choice.threshold) else round(choice.threshold, 3)
     kept = keep(result)
     text, paragraph = decided(kept, threshold)
@@ -354,7 +363,7 @@ def _card_of_answer(models: Choices, key: str, context: str, question: str, long
     reach = math.ceil(max(10, abs(threshold) + 1, abs(result["margin"] or 0) + 1))
     return Card(
         gr.update(visible=True),
-        gr.update(value=text, label=choice.name),
+        gr.update(value=text, label=f"{choice.name} · {milliseconds:.0f} ms"),
         gr.update(value=paragraph, visible=True),
         gr.update(value=threshold, minimum=-reach, maximum=reach, visible=True),
         gr.update(value=details(result), visible=True),

@@ -19,7 +19,7 @@ from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import number
 from qa_lib.lab.report.summary import change, result_table, summary
 from qa_lib.lab.report.tables import markdown
-from qa_lib.lab.report.techniques import find_technique, source_of
+from qa_lib.lab.report.techniques import Source, find_technique, source_of
 from qa_lib.lab.report.variants_table import caption, headline_table
 from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.records.files import RecordError, regular
@@ -122,16 +122,27 @@ def advice(hardware: str) -> str:
 
 
 def technique(variant: str) -> str:
-    """Return how a variant's change works, in a few sentences, and the code that does it."""
+    """Return how a variant's change works: in sentences, in lines of one's own, and by links.
+
+    The links lead to the code of this package that does it.
+    """
     explained = find_technique(variant)
     parts = [explained.how]
-    for shown in explained.code():
-        source = source_of(shown)
-        place = f"{source.path}, line {source.first}"
-        if IS_CHECKOUT:
-            place = f"[{source.path}](../{source.path}#L{source.first})"
-        parts.append(f"{place}:\n\n```python\n{source.code}```")
+    if explained.yours:
+        parts.append(
+            f"In a training loop of your own:\n\n```python\n{explained.yours.strip()}\n```"
+        )
+    links = ", ".join(_link_to(source_of(shown)) for shown in explained.code())
+    parts.append(f"The code that does it here: {links}.")
     return "\n\n".join(parts)
+
+
+def _link_to(source: Source) -> str:
+    """Return the place of some code, as a link in a checkout; its first line is named."""
+    place = f"{source.path}, line {source.first}"
+    if IS_CHECKOUT:
+        return f"[{place}](../{source.path}#L{source.first})"
+    return place
 
 
 # Its runs.

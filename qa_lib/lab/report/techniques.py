@@ -1,9 +1,9 @@
-"""How each technique works, in a few sentences, and the code that does it.
+"""How each technique works, in a few sentences and lines, and where this package has it.
 
 A technique is what a variant changes: one setting, and its new value. Each stands below as a
-function under `@technique`, whose arguments name the setting, its values and the sentences that
-notebooks print. The function returns the code that they print after it. It imports that code
-itself, so that only what is shown is loaded, and PyTorch only where something is.
+function under `@technique`, whose arguments name the setting, its values, and the sentences and
+lines that notebooks print. The function returns the code of this package that does it, to which the
+notebooks link. It imports that code itself, so that only what is linked is loaded.
 
 A variant that changes a new setting, or sets one to a new value, needs a technique here.
 """
@@ -44,8 +44,11 @@ class Technique:
     """The new values that this explains; empty for all that no earlier technique explains."""
     how: str
     """Sentences that say how it works."""
+    yours: str
+    """One to three lines that do the same, or nearly, in a training loop of one's own. Empty where
+    it takes more of them."""
     code: CodeOf
-    """Returns what is shown of the code, the most important first."""
+    """Returns what does it in this package, the most important first."""
     gain: Gain | None
     """The comparison in README.md's table, if it stands there."""
 
@@ -62,12 +65,16 @@ TECHNIQUES: list[Technique] = []
 
 
 def technique(
-    setting: str | None = None, *values: Any, how: str, gain: Gain | None = None
+    setting: str | None = None,
+    *values: Any,
+    how: str,
+    yours: str = "",
+    gain: Gain | None = None,
 ) -> Callable[[CodeOf], CodeOf]:
     """Return a decorator that appends a Technique, whose code the function returns."""
 
     def append(code: CodeOf) -> CodeOf:
-        TECHNIQUES.append(Technique(setting, values, how, code, gain))
+        TECHNIQUES.append(Technique(setting, values, how, yours, code, gain))
         return code
 
     return append
@@ -112,6 +119,10 @@ def source_of(shown: Any) -> Source:
         "schedule as the visible loop. What it is told is in the arguments below; the rest is "
         "its own."
     ),
+    yours="""\
+trainer = Trainer(model, TrainingArguments("out", fp16=True), train_dataset=samples)
+trainer.train()
+""",
 )
 def trainer_engine():
     from qa_lib.train.trainer import train
@@ -127,6 +138,10 @@ def trainer_engine():
         "batches, samples are padded to few lengths, and nothing looks for NaN in each step, which "
         "would wait for the GPU. Length grouping and the compiler are settings of their own."
     ),
+    yours="""\
+told = {"dataloader_num_workers": 4, "logging_nan_inf_filter": False}
+Trainer(model, TrainingArguments("out", bf16=True, **told), train_dataset=samples).train()
+""",
 )
 def tuned_trainer_engine():
     from qa_lib.train.trainer import train
@@ -156,6 +171,10 @@ def searched_engine():
         "A step as a good engineer writes it, with `torch.compile`, autocast, fused AdamW and "
         "clipping. Nothing of this library is in it, so that it shows what the library adds."
     ),
+    yours="""\
+model = torch.compile(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+""",
 )
 def plain_engine():
     from qa_lib.train.plain import PlainStep
@@ -170,6 +189,7 @@ def plain_engine():
         "Everything stays in 32 bits: no autocast, and a scaler of the loss that does nothing. "
         "It is what the variants in half precision are measured against."
     ),
+    yours="loss = model(**batch).loss  # and no torch.autocast around it",
 )
 def fp32():
     from qa_lib.train.optim import Precision
@@ -184,6 +204,11 @@ def fp32():
         "65,504 and underflows early, so that its loss is scaled up before the backward pass; "
         "bf16 has the range of fp32 and needs no scale."
     ),
+    yours="""\
+with torch.autocast("cuda", torch.float16):  # bf16 needs no scaler
+    loss = model(**batch).loss
+scaler.scale(loss).backward()  # of scaler = torch.amp.GradScaler()
+""",
 )
 def half_precision():
     from qa_lib.train.optim import Precision
@@ -199,6 +224,7 @@ def half_precision():
         "and the step is captured as it is. Only these kernels are compiled, several at a time, "
         "so that the first step comes 10 to 15 s sooner; each further step takes 1 % longer."
     ),
+    yours="model = speed_up(model)  # from qa_lib; and no torch.compile",
 )
 def only_our_kernels_compiled():
     from qa_lib.train.compile import compile_kernels
@@ -213,6 +239,10 @@ def only_our_kernels_compiled():
         "All layers are alike, so that three of them are compiled and that one program serves "
         "all. Training starts sooner, and what would be fused across a border is lost."
     ),
+    yours="""\
+for layer in model.bert.encoder.layer:
+    layer.compile()  # all layers share one program
+""",
 )
 def regional_compilation():
     from qa_lib.model.packed import RegionalModel
@@ -227,6 +257,7 @@ def regional_compilation():
         '`torch.compile` in its mode "reduce-overhead" records the forward and the backward pass '
         "as CUDA graphs of its own. Optimizer and clipping are still launched kernel by kernel."
     ),
+    yours='model = torch.compile(model, mode="reduce-overhead")',
 )
 def reduce_overhead():
     from qa_lib.train.plain import PlainStep
@@ -241,6 +272,7 @@ def reduce_overhead():
         "writes few kernels that each read and write memory once; `aot_eager` runs the graph's "
         "operators as they are, and `cudagraphs` replays them with one launch."
     ),
+    yours='model = torch.compile(model)  # or backend="aot_eager", backend="cudagraphs"',
     gain=Gain(adds="A3", over="A2", than="fused attention, not compiled"),
 )
 def compiled():
@@ -260,6 +292,7 @@ def compiled():
         "lengths, and no longer to the limit. One long sample is enough to spoil it for all "
         "beside it."
     ),
+    yours='collator = DataCollatorWithPadding(tokenizer, padding="longest", pad_to_multiple_of=32)',
 )
 def padding_to_the_longest():
     from qa_lib.data.batches import Batches
@@ -275,6 +308,11 @@ def padding_to_the_longest():
         "and each micro-batch is one sequence of fixed length. Attention is told where the "
         "samples end, and computes nothing across them."
     ),
+    yours="""\
+rows = pack(samples, tokens=4096)  # from qa_lib, as PackedCollator and speed_up
+batches = DataLoader(rows, batch_size=None, collate_fn=PackedCollator())
+model = speed_up(model)
+""",
     gain=Gain(adds="E-packed", over="A4", than="length grouping"),
 )
 def packing():
@@ -291,6 +329,10 @@ def packing():
         "included, and training also learns to give these low logits. Masked, it is over the "
         "sample's own tokens, as where nothing is padded."
     ),
+    yours="""\
+logits = start_logits.masked_fill(attention_mask == 0, -torch.inf)
+loss = F.cross_entropy(logits, start_positions)
+""",
 )
 def masked_loss():
     from qa_lib.train.compile import MaskedLossOf
@@ -305,6 +347,7 @@ def masked_loss():
         "beside each other are alike, and the micro-batches are shuffled afterwards. Little is "
         "left to pad, and the order stays random."
     ),
+    yours='arguments = TrainingArguments("out", train_sampling_strategy="group_by_length")',
 )
 def grouping_by_length():
     from qa_lib.data.batches import Batches
@@ -323,6 +366,10 @@ def grouping_by_length():
         "graph records them once and replays them with one launch, so that a slow host no longer "
         "matters."
     ),
+    yours="""\
+step = GraphedStep(model, optimizer)  # from qa_lib
+loss = step(batch)
+""",
     gain=Gain(adds="E-graph", over="E-adamw", than="compiled, packed, fused AdamW"),
 )
 def cuda_graph():
@@ -338,6 +385,11 @@ def cuda_graph():
         "The step is launched kernel by kernel again, as it stands below. The difference to its "
         "parent is what capturing it as a CUDA graph gives."
     ),
+    yours="""\
+model(**batch).loss.backward()
+optimizer.step()
+optimizer.zero_grad()
+""",
 )
 def no_cuda_graph():
     from qa_lib.train.loop import OptimizerStep
@@ -353,6 +405,7 @@ def no_cuda_graph():
         "Fused, it is one kernel for all parameters, with rate and step count on the device, and "
         "no step waits for it."
     ),
+    yours="optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)",
 )
 def fused_adamw():
     from qa_lib.train.optim import _adamw, _fused
@@ -367,6 +420,7 @@ def fused_adamw():
         "AdamW keeps two moments for each parameter, which bitsandbytes stores in 8 bits with a "
         "scale for each block. Small tensors and embeddings keep theirs in 32 bits."
     ),
+    yours="optimizer = bitsandbytes.optim.AdamW8bit(model.parameters(), lr=5e-5)",
 )
 def adamw_8bit():
     from qa_lib.train.optim import _adamw8bit
@@ -382,6 +436,10 @@ def adamw_8bit():
         "way. A step that is smaller than a weight's rounding would be lost: it is added to an "
         "fp32 master, of which 16 bits are the weight and 16 lie beside it."
     ),
+    yours="""\
+model = model.to(torch.bfloat16)
+optimizer = MasterAdamW(model.parameters(), lr=5e-5, max_norm=1.0)  # from qa_lib
+""",
     gain=Gain(adds="E-masters", over="E-bf16", than="autocast to bf16"),
 )
 def fp32_masters():
@@ -398,6 +456,10 @@ def fp32_masters():
         "since a moment that keeps 999 parts in 1,000 in every step would never move if it were "
         "rounded to the nearest."
     ),
+    yours="""\
+model = model.to(torch.bfloat16)
+optimizer = MasterAdamW(model.parameters(), lr=5e-5, moments=torch.bfloat16)  # from qa_lib
+""",
 )
 def bf16_moments():
     from qa_lib.train.master_adamw import update, upper
@@ -430,6 +492,7 @@ def moments_in_8_bits():
         "were three. It fills more of a large GPU, is one launch, and reads the hidden states "
         "once."
     ),
+    yours="model = speed_up(model)  # from qa_lib",
 )
 def fused_qkv():
     from qa_lib.model.attention import FusedSelfAttention
@@ -445,6 +508,7 @@ def fused_qkv():
         "rounds of multiplications. A hash of the element's number does it in a few "
         "instructions, and the backward pass computes it again instead of reading a mask."
     ),
+    yours="model = speed_up(model)  # from qa_lib",
 )
 def hashed_dropout():
     from qa_lib.kernels.common import hash32, hash_dropout
@@ -459,6 +523,10 @@ def hashed_dropout():
         "The rate of every dropout is 0, that of adapters as well. Large language models are "
         "trained so today, since they see each text once."
     ),
+    yours="""\
+rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+model = AutoModel.from_pretrained(name, **rates)
+""",
 )
 def no_dropout():
     from qa_lib.model.build import build_model
@@ -474,6 +542,7 @@ def no_dropout():
         "where eager attention writes one score for every pair of tokens to memory. transformers "
         "has it: all that changes is the name that the model is made with."
     ),
+    yours='model = AutoModelForQuestionAnswering.from_pretrained(name, attn_implementation="sdpa")',
 )
 def sdpa():
     from qa_lib.model.build import _attention_of, _pretrained
@@ -488,6 +557,10 @@ def sdpa():
         "A T4 has no FlashAttention, and PyTorch's memory-efficient kernel in its place. It "
         "takes segments of equal length alone, so that neighbours of one length share a call."
     ),
+    yours="""\
+with torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
+    loss = model(**batch).loss
+""",
 )
 def memory_efficient_attention():
     from qa_lib.model.attention import _equal_limits, efficient
@@ -504,6 +577,10 @@ def memory_efficient_attention():
         "so far are corrected, and no score is written to memory. Dropout's bits are a hash of "
         "the two tokens' numbers, which the backward pass computes again."
     ),
+    yours="""\
+model = speed_up(model).to(torch.bfloat16)  # from qa_lib
+loss = model(**PackedCollator()(samples)).loss
+""",
     gain=Gain(adds="E-varlen", over="E-regions", than="FlashAttention"),
 )
 def own_attention_kernel():
@@ -520,6 +597,7 @@ def own_attention_kernel():
         "are kernels of their own. Here a program has some rows in registers, does all four, and "
         "writes once."
     ),
+    yours="model = speed_up(model)  # from qa_lib",
     gain=Gain(adds="E-norm", over="E-varlen", than="what Inductor fuses"),
 )
 def fused_norms():
@@ -536,6 +614,7 @@ def fused_norms():
         "terms meets to a fraction of half precision's rounding. A sigmoid takes it back in 23 "
         "instructions, where the error function has 38."
     ),
+    yours="model = speed_up(model)  # from qa_lib",
 )
 def gelu_by_sigmoid():
     from qa_lib.kernels.gelu import _cdf, _Gelu
@@ -551,6 +630,11 @@ def gelu_by_sigmoid():
         "they exist for some tokens at a time: loss and gradients are computed together, and no "
         "logits are kept."
     ),
+    yours="""\
+loss_of = lambda part, words: F.cross_entropy(head(part), words, reduction="sum")
+pairs = zip(hidden.split(512), next_words.split(512))
+loss = sum(checkpoint(loss_of, *pair, use_reentrant=False) for pair in pairs) / len(hidden)
+""",
 )
 def chunked_loss():
     from qa_lib.kernels.linear_cross_entropy import _loss
@@ -581,6 +665,7 @@ def chunked_loss_in_fp8():
         "the formats' range first, and the gradient of the weight stays in bf16, since its error "
         "goes straight into the update."
     ),
+    yours="model = convert_to_float8_training(model)  # from torchao.float8",
 )
 def fp8_feed_forward():
     from qa_lib.kernels.fp8 import _Fp8Linear
@@ -628,6 +713,10 @@ def fp8_weight_gradients():
         "is quantized, and the backward pass takes the rounding for the identity. The model "
         "learns weights that bear it."
     ),
+    yours="""\
+rounded = scale * (weight / scale).round()
+weight = weight + (rounded - weight).detach()  # its gradient is that of the plain weight
+""",
 )
 def quantization_aware_training():
     from qa_lib.model.qat import use_rounding
@@ -643,6 +732,10 @@ def quantization_aware_training():
         "out the outputs of GELU and of the norms, which it computes again without repeating a "
         "matrix product."
     ),
+    yours="""\
+torch._functorch.config.ban_recompute_materialized_backward = False
+model = torch.compile(model)
+""",
 )
 def elementwise_checkpointing():
     from qa_lib.train.compile import compiled
@@ -658,6 +751,7 @@ def elementwise_checkpointing():
         "runs the layer once more when its gradients are due: a third more work for a part of "
         "the memory."
     ),
+    yours="model.gradient_checkpointing_enable()",
 )
 def activation_checkpointing():
     from qa_lib.model.build import _transform
@@ -672,6 +766,11 @@ def activation_checkpointing():
         "narrow matrices beside a frozen one, BitFit trains biases alone, and freezing leaves "
         "out whole layers."
     ),
+    yours="""\
+model = get_peft_model(model, LoraConfig(r=8, target_modules=["query", "value"]))  # LoRA, or
+for name, weight in model.named_parameters():
+    weight.requires_grad_(name.endswith("bias"))  # BitFit
+""",
 )
 def a_part_of_the_weights():
     from qa_lib.model.build import _add_adapters, _frozen_by, apply_recipe
@@ -687,6 +786,10 @@ def a_part_of_the_weights():
         "Every forward and backward pass widens a layer's weights for its own product and "
         "forgets them again."
     ),
+    yours="""\
+in_4_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+model = AutoModelForCausalLM.from_pretrained(name, quantization_config=in_4_bits)
+""",
 )
 def nf4_base():
     from qa_lib.model.nf4 import NF4Linear, _wide
@@ -704,6 +807,10 @@ def nf4_base():
         "All gradients are put into one tensor and averaged by one call after the backward pass. "
         "Nothing hides that call, but a CUDA graph captures it with the rest of the step."
     ),
+    yours="""\
+gradients = torch.cat([weight.grad.flatten() for weight in model.parameters()])
+torch.distributed.all_reduce(gradients, op=torch.distributed.ReduceOp.AVG)
+""",
 )
 def one_bucket():
     from qa_lib.train.parallel.data_parallel import OneBucketDDP
@@ -718,6 +825,7 @@ def one_bucket():
         "The gradients of some layers are sent as soon as all of them are there, on a stream of "
         "their own. Meanwhile the backward pass computes those of the layers below."
     ),
+    yours="model = DistributedDataParallel(model, bucket_cap_mb=25)  # sends while it computes",
 )
 def ddp_overlap():
     from qa_lib.train.parallel.overlap import OverlapDDP
@@ -733,6 +841,7 @@ def ddp_overlap():
         "that share alone. Gradients are reduced to their share, and the new weights are "
         "gathered after the update."
     ),
+    yours="optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=5e-5)",
 )
 def zero1():
     from qa_lib.train.parallel.zero1 import FlatShard
@@ -779,6 +888,11 @@ def peers():
         "Each process keeps a share of weights, gradients and optimizer alike. A layer gathers "
         "its weights when it needs them, and forgets them again."
     ),
+    yours="""\
+for layer in model.bert.encoder.layer:
+    fully_shard(layer)  # from torch.distributed.fsdp
+fully_shard(model)
+""",
 )
 def fsdp2():
     from qa_lib.train.parallel.data_parallel import FSDP2
@@ -794,6 +908,10 @@ def fsdp2():
         "the other. The order in which it takes forward and backward passes decides how long it "
         "waits and how much it keeps."
     ),
+    yours="""\
+stage = PipelineStage(my_layers, rank, world, device)  # from torch.distributed.pipelining
+Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_of).step(inputs)
+""",
 )
 def pipeline():
     from qa_lib.train.parallel.pipeline import Pipeline
@@ -809,6 +927,10 @@ def pipeline():
         "that nothing has to be sent between them. After each pair the processes add up what "
         "they have."
     ),
+    yours="""\
+halves = {"intermediate.dense": ColwiseParallel(), "output.dense": RowwiseParallel()}
+parallelize_module(layer, mesh, halves)  # from torch.distributed.tensor.parallel
+""",
 )
 def tensor_parallel():
     from qa_lib.train.parallel.tensor import Tensor
@@ -824,6 +946,7 @@ def tensor_parallel():
         "has the whole model, its own micro-batches and a share of the optimizer. It is no "
         "pipeline, whatever it has been called."
     ),
+    yours='arguments = TrainingArguments("out", deepspeed="zero1.json")',
 )
 def deepspeed():
     from qa_lib.train.trainer import train
@@ -840,6 +963,7 @@ def deepspeed():
         "DistributedDataParallel averages the gradients in buckets while the backward pass still "
         "computes others."
     ),
+    yours="model = DistributedDataParallel(model)  # in each process that torchrun starts",
 )
 def ddp():
     from qa_lib.train.parallel.data_parallel import DDP
@@ -854,6 +978,10 @@ def ddp():
         "the other. The order in which it takes forward and backward passes decides how long it "
         "waits and how much it keeps."
     ),
+    yours="""\
+schedule = ScheduleInterleaved1F1B(my_stages, n_microbatches=8, loss_fn=loss_of)
+schedule.step(inputs)  # from torch.distributed.pipelining
+""",
 )
 def pipeline_schedule():
     from qa_lib.train.parallel.pipeline import Pipeline
@@ -872,6 +1000,7 @@ def pipeline_schedule():
         "order of the questions. Here the same fault is made on purpose, to show what it does to "
         "F1."
     ),
+    yours="answers = dict(zip(ids, predictions))  # the predictions are sorted by length",
 )
 def positional_join():
     from qa_lib.score.evaluate import joined_by_position
@@ -886,6 +1015,7 @@ def positional_join():
         "Every process starts nvidia-smi after every step and waits for it. It shows what "
         "measuring costs when it is done inside the step."
     ),
+    yours='subprocess.run(["nvidia-smi"])  # after every step',
 )
 def nvidia_smi_polling():
     from qa_lib.train.trainer import _Steps
@@ -898,6 +1028,11 @@ def nvidia_smi_polling():
         "The baseline's optimizer step, as plain as it can be written. Every variant changes one "
         "thing of it, or of the model and the batches that it gets."
     ),
+    yours="""\
+scaler.scale(model(**batch).loss).backward()
+scaler.step(optimizer)
+optimizer.zero_grad()
+""",
 )
 def baseline():
     from qa_lib.train.loop import OptimizerStep
