@@ -631,6 +631,18 @@ def test_a_file_that_changes_after_it_was_checked_is_checked_again(folder):
     refused("'model.safetensors' is not the file that was saved", inspect_checkpoint, folder)
 
 
+def test_a_file_that_changes_under_its_old_time_is_checked_again(folder):
+    """`cp -p` and `rsync -t` give a copy the time of what it was copied from."""
+    write_digests(folder)
+    inspect_checkpoint(folder)
+    weights = folder / "model.safetensors"
+    before = weights.stat()
+    time.sleep(0.05)  # or the changes of the inode may have equal times
+    flip_a_bit(weights)
+    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
+    refused("'model.safetensors' is not the file that was saved", inspect_checkpoint, folder)
+
+
 def test_digests_are_of_every_file_but_their_own_list(folder):
     for _ in range(2):
         write_digests(folder)
