@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import time
 from pathlib import Path
 
 import pandas as pd
@@ -475,6 +476,17 @@ def test_steps_of_an_archive_that_does_not_say_when_runs_began_are_read_and_kept
     archive_alone(runs)
     assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
     assert len(pd.read_parquet(path)) == 2
+
+
+def test_steps_of_an_archive_that_another_process_has_replaced_are_read_again(runs):
+    """A page and a notebook look again and again, and a queue archives beside other processes."""
+    path = archive_alone(runs).with_suffix(".steps.parquet")
+    assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
+    times = path.stat()
+    time.sleep(0.05)  # or both changes of the inode may have one time
+    pd.read_parquet(path)[:1].to_parquet(path)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert [len(run.steps()) for run in read_runs(runs)] == [1, 0, 0]
 
 
 def test_an_archived_step_without_a_number_is_left_out(runs):

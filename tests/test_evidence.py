@@ -505,6 +505,13 @@ def test_a_column_is_written_by_its_form_and_with_its_interval():
     assert rendered.to_dict("list") == {"of all": ["50.0 ± 12.5 %", "25.0 %"], "n": ["3", "1"]}
 
 
+def test_a_value_without_an_interval_is_written_as_where_no_value_has_one():
+    """A column's form need not take what is no number for an interval."""
+    table = pd.DataFrame({"mib": [1.0, 2.0, math.nan], "mib±": [0.5, math.nan, math.nan]})
+    texts = tables.column_text(table, "mib", lambda value, *half: f"{value} {half}")
+    assert texts == ["1.0 (0.5,)", "2.0 ()", "nan ()"]
+
+
 def test_a_column_may_be_written_without_its_interval():
     table = pd.DataFrame({"mib": [1000.0], "mib±": [10.0]})
     rendered = tables.render(table, [tables.Column("mib", interval=False)])

@@ -1,5 +1,7 @@
 """FastTrainer trains as Trainer does, with the techniques, and leaves all else to Trainer."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
@@ -94,6 +96,18 @@ def test_with_bf16_weights_are_in_bf16_over_masters(tmp_path):
     expected.train()
     losses = [one.state.log_history[-1]["train_loss"] for one in (trainer, expected)]
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
+
+
+@pytest.mark.parametrize("value", ["fp16", None])
+def test_the_variable_that_asks_for_autocast_is_afterwards_as_it_was(value, tmp_path, monkeypatch):
+    name = "ACCELERATE_MIXED_PRECISION"
+    args = arguments(tmp_path, bf16=True)
+    if value is None:
+        monkeypatch.delenv(name, raising=False)
+    else:
+        monkeypatch.setenv(name, value)
+    FastTrainer(tiny_model(head="sequences"), args, say=quiet)
+    assert os.environ.get(name) == value
 
 
 @pytest.mark.parametrize(("encoder", "bf16"), [("bert", True), ("bert", False), ("mpnet", False)])

@@ -101,6 +101,12 @@ def test_full_sequences_have_one_shape_in_all_epochs():
     assert all(shapes == seen[0] for shapes in seen)
 
 
+def test_samples_that_fill_a_sequence_to_the_last_token_share_it():
+    samples = [{"input_ids": [7] * 64, "labels": 0}] * 8
+    rows = packed(samples, tokens=256)
+    assert (rows.samples, rows.tokens, rows.fill, len(rows)) == (4, 256, 1.0, 2)
+
+
 def test_sequences_are_full():
     rows = packed(drawn_samples("tokens", 420), tokens=1024)
     assert rows.fill > 0.97

@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import gc
 import json
+import re
 import types
 import weakref
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor, Shard
 
 from qa_lib.data.synthetic import TINY_CONFIG
+from qa_lib.model.build import build_model
 from qa_lib.spec.settings import Settings
 from qa_lib.train.parallel import overlap, zero1
 from qa_lib.train.parallel.data_parallel import DDP, gather_model
@@ -467,6 +469,37 @@ def test_the_state_of_a_cut_parameter_keeps_its_values_and_its_type(dtype, alone
     torch.testing.assert_close(share, state, rtol=0, atol=0)
 
 
+@pytest.fixture
+def cut_by_heads(alone):
+    """A tiny model cut for tensor parallelism, for this process alone."""
+    spec = planned("P-tensor")
+    return Tensor(build_model(spec), ProcessGroup(DEVICE), spec.settings)
+
+
+def test_every_process_has_the_biases_of_narrowing_layers_whole_and_of_widening_ones_a_share(
+    cut_by_heads,
+):
+    whole = {id(parameter) for parameter in cut_by_heads.whole}
+    names = {id(trained): name for name, trained in cut_by_heads.model.named_parameters()}
+    have_a_share = {
+        re.sub(r".*\.layer\.\d\.", "", names[id(in_model)])
+        for parameter, in_model in cut_by_heads.trained_of.items()
+        if id(parameter) not in whole
+    }
+    assert have_a_share == {
+        "attention.self.query.weight",
+        "attention.self.query.bias",
+        "attention.self.key.weight",
+        "attention.self.key.bias",
+        "attention.self.value.weight",
+        "attention.self.value.bias",
+        "attention.output.dense.weight",
+        "intermediate.dense.weight",
+        "intermediate.dense.bias",
+        "output.dense.weight",
+    }
+
+
 @pytest.mark.parametrize(("parallel", "rounded"), [("ddp", False), ("ddp-bf16", True)])
 def test_ddp_sends_gradients_as_they_are_unless_bf16_is_asked_for(parallel, rounded, alone):
     model = torch.nn.Linear(3, 1, bias=False)
@@ -540,6 +573,26 @@ def test_the_noise_scale_compares_replicas_or_the_micro_batches_of_one(world, pa
     spec = planned("P-one-bucket", world=4, micro_batch=4)
     ranks.join(resized(spec, {"parallel": "none"}))
     assert (ranks.replicas, ranks.parts, ranks.batch) == (world, parts, 16)
+
+
+@pytest.mark.parametrize(
+    ("variant", "stages", "replicas", "parts"),
+    [
+        ("P-gpipe", 2, 2, 2),
+        ("P-1f1b", 4, 1, 8),
+        ("P-interleaved", 2, 2, 2),
+        ("P-tensor", None, 1, 8),
+        ("P-zero1", None, 4, 4),
+    ],
+)
+def test_processes_that_share_a_model_are_one_part_of_a_step(
+    variant, stages, replicas, parts, monkeypatch
+):
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    ranks = ProcessGroup(DEVICE)
+    ranks.world = 4
+    ranks.join(planned(variant, world=4, stages=stages, micro_batch=2))
+    assert (ranks.replicas, ranks.parts, ranks.batch) == (replicas, parts, 16)
 
 
 @pytest.mark.parametrize(

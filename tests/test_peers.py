@@ -256,6 +256,11 @@ def test_samples_are_cut_into_runs_of_the_least_squares(limits, most, runs):
     assert packing.cut(limits, most, 8) == runs
 
 
+def test_a_sample_as_long_as_a_sequence_fills_one():
+    groups = packing.fill(np.array([20, 60, 40]), 60)
+    assert [group.tolist() for group in groups] == [[1], [2, 0]]
+
+
 def test_a_sample_longer_than_a_sequence_is_refused():
     with pytest.raises(ValueError, match="61 tokens is longer than 60"):
         packing.fill(np.array([5, 61]), 60)

@@ -10,6 +10,7 @@ import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -629,6 +630,42 @@ def test_a_file_that_changes_after_it_was_checked_is_checked_again(folder):
     time.sleep(0.05)  # or the times of both changes may be equal
     flip_a_bit(folder / "model.safetensors")
     refused("'model.safetensors' is not the file that was saved", inspect_checkpoint, folder)
+
+
+def change_under_its_old_time(path):
+    """Change a file, and give it the time of its last writing, as `cp -p` and `rsync -t` may."""
+    before = path.stat()
+    time.sleep(0.05)  # or both changes of the inode may have one time
+    flip_a_bit(path)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_file_that_changes_under_its_old_time_is_checked_again(folder):
+    write_digests(folder)
+    inspect_checkpoint(folder)
+    change_under_its_old_time(folder / "model.safetensors")
+    refused("'model.safetensors' is not the file that was saved", inspect_checkpoint, folder)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "tokenizer.json"])
+def test_a_checkpoint_of_which_a_file_changes_under_its_old_time_is_loaded_again(
+    name, folder, monkeypatch
+):
+    loads = []
+
+    def load(folder):
+        loads.append(folder)
+        return SimpleNamespace(model=Mock(num_parameters=lambda: 1), max_length=1)
+
+    monkeypatch.setattr(predict, "load_answerer", load)
+    monkeypatch.setattr(predict, "answer", lambda *_: {})
+    monkeypatch.setattr(predict.torch, "set_num_threads", lambda _: None)
+    for _ in range(2):
+        predict.ask(folder, "where", "there")
+    assert len(loads) == 1
+    change_under_its_old_time(folder / name)
+    predict.ask(folder, "where", "there")
+    assert len(loads) == 2
 
 
 def test_digests_are_of_every_file_but_their_own_list(folder):

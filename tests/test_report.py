@@ -1,5 +1,6 @@
 """`python -m qa_lib report`: the table that it prints, and the page that it makes."""
 
+import math
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -7,13 +8,17 @@ from types import SimpleNamespace
 import nbformat
 import pandas as pd
 import pytest
+from matplotlib.container import ErrorbarContainer
+from matplotlib.figure import Figure
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.__main__ import main
 from qa_lib.lab.report import cli, evidence, figures, own
 from qa_lib.lab.report.evidence import load_runs, select
+from qa_lib.lab.report.format import MISSING
 from qa_lib.lab.report.notebook import family_table
+from qa_lib.lab.report.variants_table import headline_table
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 from tests.material import committed, refused
 from tests.report_runs import make, make_one_of_each_kind
@@ -48,6 +53,50 @@ def page(tmp_path_factory):
 
 def page_of(group):
     return Path("figures", group, "report.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def three_seeds(tmp_path_factory):
+    """Runs of A1 and A2 with three seeds, and of A3 with one."""
+    folder = tmp_path_factory.mktemp("three_seeds")
+    for seed, speed, f1 in [(0, 100, 90), (1, 110, 91), (2, 130, 92)]:
+        make(folder, "A1", seed, speed=speed, f1=f1)
+        make(folder, "A2", seed, speed=3 * speed - seed, f1=f1 + 0.1 * seed)
+    make(folder, "A3", f1=90.5)
+    return select(load_runs(folder), "cpu-smoke")
+
+
+# What has an interval and what has none.
+
+
+def test_variants_of_fewer_than_three_seeds_have_no_verdict(three_seeds):
+    table, _ = own._verdicts(three_seeds)
+    assert re.findall("^\\| (A\\d) ", table, re.MULTILINE) == ["A2"]
+
+
+def test_the_table_of_variants_has_differences_of_three_seeds_alone_and_ratios_without_intervals(
+    three_seeds,
+):
+    table = headline_table(three_seeds, three_seeds, ["A1", "A2", "A3"]).set_index("variant")
+    assert table["ΔF1"].str.contains("±").to_dict() == {"A1": False, "A2": True, "A3": False}
+    assert table.loc["A3", "ΔF1"] == MISSING
+    assert table["samples/s"].str.contains("±").tolist() == [True, True, False]
+    assert not table["× A1"].str.contains("±").any()
+
+
+def test_a_bar_has_a_whisker_as_long_as_its_interval_and_none_without_one():
+    axis = Figure().subplots()
+    lines = pd.DataFrame({
+        "variant": ["A1", "A2"],
+        "samples_per_s": [100.0, 200.0],
+        "samples_per_s±": [15.0, math.nan],
+        "note": "",
+    })  # fmt: skip
+    figures._draw_speeds(axis, lines, "A1")
+    (whiskers,) = (each for each in axis.containers if isinstance(each, ErrorbarContainer))
+    _, _, (bars,) = whiskers
+    (segment,) = filter(len, bars.get_segments())
+    assert segment.tolist() == [[85.0, 0.0], [115.0, 0.0]]
 
 
 # What is printed.

@@ -471,6 +471,14 @@ def test_a_noise_scale_has_its_share_of_the_training_and_is_above_0(logs):
     }
 
 
+def test_a_log_that_lacks_steps_ends_when_all_of_the_training_is_done(logs):
+    whole = log_of(7.0)
+    lacking = whole[whole["step"] % 10 == 0]
+    scales = noise_scale.noise_scales(logs.assign(log=[lacking, whole]))
+    done = scales[scales["batch"] == 32]["done"]
+    assert done.tolist() == pytest.approx([tenth / 20 for tenth in range(1, 21)])
+
+
 def test_without_logs_there_is_no_noise_scale(logs):
     refused("no run has a steps.jsonl of more than 100", noise_scale.noise_scales, logs[:0])
 

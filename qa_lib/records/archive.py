@@ -105,7 +105,7 @@ class Run:
         """
         if self.folder is not None:
             return _as_steps(read_steps(self.folder / "steps.jsonl"))
-        steps_by_owner = _archived_steps(steps_path(self.archive))
+        steps_by_owner = _steps_by_owner(steps_path(self.archive))
         run_id = self.record["run_id"]
         for owner in ((run_id, self.record["time"]["started"]), (run_id, "")):
             if owner in steps_by_owner:
@@ -220,14 +220,23 @@ def steps_path(archive: Path) -> Path:
     return archive.with_suffix(".steps.parquet")
 
 
-@lru_cache(maxsize=16)
-def _archived_steps(path: Path) -> dict[Owner, pd.DataFrame]:
+def _steps_by_owner(path: Path) -> dict[Owner, pd.DataFrame]:
     """Return the steps of each run of an archive; `path` is the file of the steps.
 
     Raises RecordError for one that cannot be read.
     """
     if not path.exists():
         return {}
+    return _archived_steps(path, path.stat().st_ctime_ns)
+
+
+@lru_cache(maxsize=16)
+def _archived_steps(path: Path, _changed_ns: int) -> dict[Owner, pd.DataFrame]:
+    """Return what `_steps_by_owner` does for a file that there is.
+
+    The time of the file's last change is a parameter for the cache: another process may write the
+    archive, and a page or a notebook that shows it goes on.
+    """
     try:
         steps = pd.read_parquet(regular(path))
         if "started" not in steps:
@@ -371,7 +380,7 @@ def _steps_of(runs: list[Run], path: Path) -> pd.DataFrame:
         if owner not in steps_by_owner or len(steps):
             steps_by_owner[owner] = steps
 
-    for (run_id, started), steps in _archived_steps(steps_path(path)).items():
+    for (run_id, started), steps in _steps_by_owner(steps_path(path)).items():
         same = [
             owner
             for owner in steps_by_owner

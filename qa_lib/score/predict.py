@@ -256,8 +256,9 @@ def ask(
     expect("question", question, str, "give a text")
     expect("context", context, str, "give the text of a paragraph")
     folder = find_folder(folder)
-    written = [path.stat().st_mtime_ns for path in folder.glob("*.safetensors")]
-    loaded = _loaded(folder, max(written, default=0))
+    # Not the time of the last writing, which `cp -p` and `rsync -t` set to that of another file.
+    changed = [path.stat().st_ctime_ns for path in folder.glob("*") if path.is_file()]
+    loaded = _loaded(folder, max(changed, default=0))
     is_small = loaded.model.num_parameters() < SMALL_MODEL
     torch.set_num_threads(1 if is_small else THREADS)
     if max_answer_length is not None:
@@ -267,11 +268,11 @@ def ask(
 
 
 @lru_cache(MODELS_IN_MEMORY)
-def _loaded(folder: Path, written: int) -> Model:
-    """Return the loaded checkpoint of `folder`, whose weights were `written` at that time (ns).
+def _loaded(folder: Path, _changed_ns: int) -> Model:
+    """Return the loaded checkpoint of `folder`.
 
-    The time is a parameter for the cache: a run that is done again overwrites its weights, which
-    are then loaded anew.
+    The time of the last change of its files is a parameter for the cache: a run that is done again
+    overwrites its weights, which are then loaded anew.
     """
     loaded = load_answerer(folder)
     # The first forward passes are slow. Answer a short and a long paragraph now, so that no user

@@ -1,5 +1,6 @@
 """`app()` in a notebook and in Colab: where it is shown, whom it asks, and past which proxies."""
 
+import contextlib
 import os
 import socket
 import time
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from qa_lib.lab.app.page import app
+from qa_lib.lab.app.proxies import past_proxies
 from tests.material import refused
 
 
@@ -70,6 +72,26 @@ def test_a_proxy_that_keeps_a_public_link_from_being_made_is_named(
 ):
     monkeypatch.setenv("all_proxy", "socks5://127.0.0.1:9")
     refused("while all_proxy is set: .*SOCKS", app, runs=runs, share=True)
+
+
+@pytest.fixture
+def proxies(monkeypatch) -> dict[str, str]:
+    """The only proxy variables of the environment, which name no `no_proxy`."""
+    for name in os.environ:
+        if name.lower().endswith("_proxy"):
+            monkeypatch.delenv(name)
+    set_ones = {"http_proxy": "http://proxy.example:3128", "HTTPS_PROXY": "http://proxy.example:1"}
+    for name, value in set_ones.items():
+        monkeypatch.setenv(name, value)
+    return set_ones
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_the_environment_has_its_proxies_and_no_others_afterwards(proxies, share):
+    before = dict(os.environ)
+    with contextlib.suppress(ZeroDivisionError), past_proxies(share):
+        raise ZeroDivisionError
+    assert dict(os.environ) == before
 
 
 class ColabShell:
