@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qa_lib.cell_clock import show_cell_clock
 from qa_lib.errors import UserError
 from qa_lib.paths import IS_CHECKOUT, PACKAGE, ROOT, importing
 
@@ -256,9 +257,12 @@ def prepare_notebook(install: bool | None = None) -> None:
     says what that is, and what to type. In a checkout it goes to its root, where runs/ and figures/
     are. It does nothing where a driver executes the notebook. Raises NotReady where pip fails, or
     where something cannot be imported all the same.
+
+    From the next cell on, a cell that takes seconds says that it is at work.
     """
     if PREPARED in os.environ:
         return
+    show_cell_clock()
     _go_to_the_checkout()
     if install is None:
         install = version_of("google-colab") is not None

@@ -17,6 +17,7 @@ from qa_lib.lab.report.notebook import (
     describe,
     family_table,
     finished,
+    gains,
 )
 from qa_lib.spec.variants import FAMILIES, find_variant
 from tests import material
@@ -129,6 +130,37 @@ def test_what_a_variant_is_compared_with_is_not_run_again_if_it_ended_ok(
 
 def test_a_run_without_a_record_is_not_finished(tmp_path):
     assert finished(planned(), tmp_path) is None
+
+
+# What runs cost.
+
+
+def a_cost(hardware, variant, pad_fraction):
+    """Return a record of 400 steps of 16 samples, which have 40 tokens each without padding."""
+    rate = 100.0
+    return {
+        "spec": {"variant": variant, "hardware": hardware, "preset": {"effective_batch": 16}},
+        "time": {"steps": 400, "train_s": 64.0},
+        "quality": {"f1": 90.0, "best_f1": 91.0},
+        "speed": {
+            "pad_fraction": pad_fraction,
+            "samples_per_s": rate,
+            "tokens_per_s_padded": 40 * rate / (1 - pad_fraction),
+        },
+        "memory": {"peak_reserved_mib": 2048.0},
+    }
+
+
+def test_the_cost_of_runs_on_a_gpu_is_seconds_and_what_they_reserved():
+    text = gains([a_cost("t4", "A1", 0.5)])
+    assert "| A1 | 400 | 90.00 | 91.00 | 50.0\u00a0% | 0.51 | 2.00 | 64.0 | 100 |" in text
+
+
+def test_the_cost_of_runs_on_a_cpu_is_tokens_and_predicted_memory():
+    text = gains([a_cost("cpu", "A0-longest", 0.5), a_cost("cpu", "A4", 0.2)])
+    assert "| 50.0\u00a0% | 0.51 | 6.28 |" in text
+    assert "| 20.0\u00a0% | 0.32 | 5.67 |" in text
+    assert "samples/s" not in text
 
 
 # A family.

@@ -281,7 +281,7 @@ class Colab:
             path = self.checkout / f"{part.replace('.', '/')}.py"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.touch()
-        for name in ("__init__", "loaded", "packages", "paths", "errors"):
+        for name in ("__init__", "loaded", "packages", "paths", "errors", "cell_clock"):
             shutil.copy(ROOT / "qa_lib" / f"{name}.py", self.checkout / "qa_lib")
         (self.checkout / "requirements.txt").write_text("\n".join(LINES))
 

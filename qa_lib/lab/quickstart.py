@@ -34,7 +34,6 @@ PRESET = "smoke"
 # stand beside it.
 MICRO_BATCH = 32
 WIDTH = 100  # columns of a terminal
-T4_CAPABILITY = 75  # compute capability x 10
 # Why a variant's F1 is low although nothing went wrong.
 LOW_BY_DESIGN = {
     "A4-b": "low by design: answers are mixed up",
@@ -158,18 +157,9 @@ def _probe() -> tuple[Machine, dict]:
 
 def _peaks_on_a_t4(variants: list[str]) -> dict[str, float]:
     """Return the predicted peak in MiB of BERT-base on a T4, by variant."""
-    from qa_lib.lab.search.memory_estimate import estimate, gpu_of
-    from qa_lib.lab.search.squad_lengths import SquadLengths
+    from qa_lib.lab.search.t4 import peaks_on_a_t4
 
-    specs = plan(
-        variants,
-        "bench",
-        data="synthetic:1",  # `lengths` stand for the data, and nothing has to be fetched
-        micro_batch=MICRO_BATCH,
-        machine=gpu_of(T4_CAPABILITY),
-    )
-    lengths = SquadLengths(specs[0].preset.max_length, specs[0].preset.stride)
-    return {spec.variant: estimate(spec, lengths)["peak_mib"] for spec in specs}
+    return peaks_on_a_t4(variants, MICRO_BATCH)
 
 
 def _answer(folder: Path) -> str:

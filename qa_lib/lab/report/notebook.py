@@ -16,9 +16,9 @@ import pandas as pd
 from qa_lib.errors import UnknownName, nearest
 from qa_lib.lab.report import evidence
 from qa_lib.lab.report.figures import timed
-from qa_lib.lab.report.format import number
+from qa_lib.lab.report.format import number, percent, points
 from qa_lib.lab.report.summary import change, result_table, summary
-from qa_lib.lab.report.tables import markdown
+from qa_lib.lab.report.tables import Column, markdown, render
 from qa_lib.lab.report.techniques import Source, find_technique, source_of
 from qa_lib.lab.report.variants_table import caption, headline_table
 from qa_lib.paths import IS_CHECKOUT, ROOT
@@ -155,6 +155,40 @@ def finished(spec: Spec, runs: str | Path) -> dict | None:
         if record["status"] == "ok":
             return record
     return None
+
+
+def gains(records: Sequence[dict]) -> str:
+    """Return what runs of the same training cost, a line each, beside the F1 that they came to.
+
+    A CPU ranks speeds otherwise than a GPU and measures no GPU memory. In their place stand the
+    tokens that were computed, and memory as predicted for BERT-base on a T4.
+    """
+    table = pd.json_normalize(list(records))
+    # Padding counts, and the speed does not: both rates are of the same seconds.
+    tokens_of_a_sample = table["speed.tokens_per_s_padded"] / table["speed.samples_per_s"]
+    table["tokens"] = (
+        tokens_of_a_sample * table["time.steps"] * table["spec.preset.effective_batch"] / 1e6
+    )
+    columns = [
+        Column("spec.variant", "variant"),
+        Column("time.steps", "steps"),
+        Column("quality.f1", "F1", points),
+        Column("quality.best_f1", "best F1", points),
+        Column("speed.pad_fraction", "padding", percent),
+        Column("tokens", "million tokens computed"),
+    ]
+    if evidence.on_cpu(table):
+        from qa_lib.lab.search.t4 import peaks_on_a_t4  # which imports torch
+
+        peaks = peaks_on_a_t4(list(table["spec.variant"]), micro_batch=32)
+        table["gib"] = table["spec.variant"].map(peaks) / 1024
+        columns.append(Column("gib", "GiB of BERT-base on a T4, predicted"))
+    else:
+        table["gib"] = table["memory.peak_reserved_mib"] / 1024
+        columns.append(Column("gib", "GiB reserved"))
+        columns.append(Column("time.train_s", "s of training"))
+        columns.append(Column("speed.samples_per_s", "samples/s"))
+    return markdown(render(table, columns))
 
 
 def answers(records: Sequence[dict], runs: str | Path, questions: "Data") -> str:
