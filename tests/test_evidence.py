@@ -631,6 +631,21 @@ def test_a_variant_is_equal_where_its_whole_interval_lies_within_the_margin(scor
     assert stats.equivalence(runs).loc["A3", "verdict"] == verdict
 
 
+@pytest.mark.parametrize(
+    ("difference", "verdict"),
+    [
+        ((0.0, 0.75), "within"),
+        ((0.5, 0.5), "no worse"),
+        ((-0.5, 0.5), "open"),
+        ((-1.5, 0.5), "open"),
+        ((-1.75, 0.5), "beyond"),
+    ],
+)
+def test_an_interval_that_ends_at_the_margin_does_not_lie_within_it_nor_beyond(difference, verdict):
+    assert stats.MARGIN == 1.0
+    assert stats.verdict(difference) == verdict
+
+
 def test_a_verdict_is_the_worse_of_both_thresholds():
     runs = judged(A1=[60, 61, 62], A2=[60, 61, 62])
     runs.loc[runs["spec.variant"] == "A2", "quality.best_f1"] -= 5
@@ -671,6 +686,10 @@ def test_variants_without_a_seed_in_common_are_not_compared():
     [
         ((1.0, 0.5), stats.HOLDS),
         ((1.0, 1.5), stats.OPEN),
+        ((0.5, 0.5), stats.OPEN),  # which begins at a bound
+        ((-0.5, 0.5), stats.OPEN),  # which ends there
+        ((1.5, 0.5), stats.OPEN),
+        ((2.5, 0.5), stats.OPEN),
         ((3.0, 0.5), stats.FAILS),
         ((-1.0, 0.5), stats.FAILS),
         ((1.0, math.nan), stats.OPEN),

@@ -500,6 +500,29 @@ def test_every_process_has_the_biases_of_narrowing_layers_whole_and_of_widening_
     }
 
 
+def test_the_norm_has_what_every_process_has_whole_once_and_the_shares_of_all(
+    cut_by_heads, monkeypatch
+):
+    """Of two processes, whose shares have equal norms."""
+    monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
+    for parameter in cut_by_heads.parameters:
+        parameter.grad = torch.ones_like(parameter)
+    whole = sum(parameter.numel() for parameter in cut_by_heads.whole)
+    every = sum(parameter.numel() for parameter in cut_by_heads.parameters)
+    expected = (whole + 2 * (every - whole)) ** 0.5
+    assert cut_by_heads.global_norm(None).item() == pytest.approx(expected)
+
+
+def test_only_gradients_of_what_every_process_has_whole_are_averaged(cut_by_heads, monkeypatch):
+    monkeypatch.setattr(cut_by_heads.ranks, "mean", lambda gradients: gradients.mul_(3))
+    for in_model in cut_by_heads.trained:
+        in_model.grad = torch.ones_like(in_model)
+    cut_by_heads.reduce_grads()
+    whole = set(map(id, cut_by_heads.whole))
+    for parameter in cut_by_heads.parameters:
+        assert (parameter.grad == (3 if id(parameter) in whole else 1)).all()
+
+
 @pytest.mark.parametrize(("parallel", "rounded"), [("ddp", False), ("ddp-bf16", True)])
 def test_ddp_sends_gradients_as_they_are_unless_bf16_is_asked_for(parallel, rounded, alone):
     model = torch.nn.Linear(3, 1, bias=False)

@@ -13,6 +13,7 @@ from scipy.optimize import curve_fit
 
 from qa_lib.lab.report import curves, noise_scale, scaling
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
+from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused
@@ -109,6 +110,23 @@ def test_what_a_batch_teaches_is_measured_by_the_samples_to_one_loss(logs):
     worth, loss = noise_scale.batch_worth(logs)
     assert worth.loc[64, "measured"] == pytest.approx(0.5)
     assert loss > 1
+
+
+def test_what_a_batch_teaches_is_the_same_by_a_log_that_lacks_steps(logs):
+    whole = log_of(96.0)
+    worth, _ = noise_scale.batch_worth(logs.assign(log=[whole, whole[whole["step"] % 2 == 0]]))
+    assert worth.loc[64, "measured"] == pytest.approx(0.5, rel=0.05)
+
+
+def test_what_a_batch_teaches_has_the_interval_of_its_seeds_and_none_of_one(logs):
+    of_seeds = []
+    for seed, steps in enumerate((200, 250, 300)):
+        of_seeds.append(logs.assign(seed=seed, log=[log_of(96.0), log_of(96.0, steps)]))
+    alone = [noise_scale.batch_worth(of_seed)[0].loc[64] for of_seed in of_seeds]
+    together = noise_scale.batch_worth(pd.concat(of_seeds, ignore_index=True))[0].loc[64]
+    expected = interval(pd.Series([worth["measured"] for worth in alone]))
+    assert together["measured±"] == pytest.approx(expected, rel=0.05)
+    assert math.isnan(alone[0]["measured±"])
 
 
 def test_what_a_batch_teaches_takes_two_batches(logs):
