@@ -185,7 +185,7 @@ def test_a_notebooks_links_into_the_repository_are_relative(path):
 @every_notebook
 def test_a_notebooks_first_cell_links_to_its_executed_page_where_there_is_one(path):
     page = f"{path.stem.replace('_', '-')}.ipynb"
-    links = re.findall(r"\]\(\.\./runs/(.*?\.ipynb)\)", read(path).cells[0].source)
+    links = re.findall(r"\]\(\.\./runs/([^)]*\.ipynb)\)", read(path).cells[0].source)
     assert links == ([page] if (ROOT / "runs" / page).exists() else [])
 
 

@@ -1,8 +1,11 @@
 """The figures of profiles: a step by phase and part of the model, and memory by what fills it.
 
 `fig_step` and `fig_phases` take the runs of one group, and choose among the profiles beside them.
-`step` and `phases` draw profiles that are given, {name: profile}, as profiling.ipynb makes them.
+`step`, `phases` and `allocations` draw profiles that are given, {name: profile}, as profiling.ipynb
+makes them. `fig_launches` and `fig_kernels` draw the kernels of one step and of one layer.
 """
+
+from collections.abc import Sequence
 
 import pandas as pd
 import seaborn as sns
@@ -234,3 +237,72 @@ def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
     gib.loc[in_optimizer, "gradients and workspace"] += memory["grads_mib"].astype(float) / 1024
     gib.loc[in_optimizer, "activations"] = 0.0
     return gib
+
+
+def allocations(shown: dict[str, dict]) -> Figure:
+    """Draw the memory that is allocated in the course of one step, a line for each profile.
+
+    Raises NotMeasured where no profile has memory.
+    """
+    shown = with_memory(shown)
+    figure = profile_figure("Memory allocated in the course of one step", shown, 3.2)
+    axis = figure.subplots()
+    for name, profiled in shown.items():
+        milliseconds, mib = zip(*profiled["memory"]["timeline"], strict=True)
+        axis.plot(milliseconds, mib, label=name, linewidth=1)
+    axis.set(
+        xlabel="ms since the step's first allocation, on the host's clock",
+        ylabel="MiB",
+        ylim=(0, None),
+    )
+    axis.legend(fontsize=8)
+    return figure
+
+
+# The kernels of a step, and of a layer.
+
+HEAVIEST = 8  # kernels that are named
+
+
+def fig_launches(profiled: dict, work: pd.DataFrame) -> Figure:
+    """Draw one step: every piece of work in time, and the heaviest kernels by name.
+
+    The arguments are what `qa_lib.lab.tools.profile.steady_step` returns.
+    """
+    heaviest = pd.DataFrame(profiled["kernels"][:HEAVIEST])[::-1]
+    share = heaviest["ms"].sum() / profiled["busy_ms"]
+    title = (
+        f"One step: {len(work):,} kernels in {number(profiled['step_ms'])} ms; "
+        f"the {HEAVIEST} heaviest take {percent(share)}"
+    )
+    figure = style.new_figure(title, note="", height=4.6)
+    above, below = figure.subplots(2, 1, height_ratios=[1, 3])
+    spans = work[["start_ms", "ms"]].to_numpy()
+    above.broken_barh(spans, (0, 1), facecolors=work["part"].map(PART_COLORS), lw=0)
+    above.set(xlabel="ms of the step under the profiler (white: waiting)", yticks=[])
+    names = heaviest["name"].str.slice(0, 48) + heaviest["count"].map("  ×{:.0f}".format)
+    colors = heaviest["part"].map(PART_COLORS)
+    bars = below.barh(range(len(names)), heaviest["ms"], color=colors, tick_label=names)
+    below.bar_label(bars, fmt=number)
+    most = heaviest["ms"].max()
+    below.set(xlabel="ms a step (×: how often the kernel runs)", xlim=(0, 1.1 * most))
+    for part in work["part"].unique():
+        below.barh(0, 0, color=PART_COLORS[part], label=part)
+    below.legend(loc="lower right", fontsize=8)
+    return figure
+
+
+def fig_kernels(operators: Sequence[str], kernels: Sequence[str]) -> Figure:
+    """Draw the operators of a layer's forward pass, and beside them the kernels made of them."""
+    lists = {"one by one": operators, "compiled": kernels}
+    tallest = max(map(len, lists.values()))
+    title = f"One layer's forward pass: {len(operators)} operators become {len(kernels)} kernels"
+    note = "Blue: matrix products. Orange: all else."
+    figure = style.new_figure(title, note, height=0.8 + 0.21 * tallest)
+    for axis, (name, listed) in zip(figure.subplots(1, 2), lists.items(), strict=True):
+        colors = [style.BLUE if "mm" in kernel else style.ORANGE for kernel in listed]
+        boxes = axis.barh(range(len(listed)), 1, color=colors, alpha=0.35)
+        axis.bar_label(boxes, [kernel[:60] for kernel in listed], label_type="center", fontsize=8)
+        axis.set(xlim=(0, 1), ylim=(tallest, -1), title=f"{name}: {len(listed)}")
+        axis.set_axis_off()
+    return figure
