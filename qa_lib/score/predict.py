@@ -256,7 +256,7 @@ def ask(
     expect("question", question, str, "give a text")
     expect("context", context, str, "give the text of a paragraph")
     folder = find_folder(folder)
-    # Not the time of the last writing, which `cp -p` and `rsync -t` set to that of another file.
+    # Not the time of the last writing, which copies often take over from another file.
     changed = [path.stat().st_ctime_ns for path in folder.glob("*") if path.is_file()]
     loaded = _loaded(folder, max(changed, default=0))
     is_small = loaded.model.num_parameters() < SMALL_MODEL
