@@ -90,7 +90,7 @@ def plain_norm(x, bias, residual, gamma, beta, kept, rate):
     return gamma * centred / (variance + EPS) ** 0.5 + beta
 
 
-# As a layer calls it, and the kernel.
+# The calls by a layer, and the kernel.
 NORMS = [
     fused_norm.fused_norm,
     pytest.param(fused_norm._norm, marks=pytest.mark.triton, id="kernel"),

@@ -253,7 +253,7 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, folder, tmp_path):
-    """As a user meets it: a model's folder, and what its tokenizer_config.json says."""
+    """The message names the model's folder, and what its tokenizer_config.json says."""
     endless = shutil.copytree(run / "model", tmp_path / "endless", ignore=lambda *_: [SUMS])
     edited(endless / "tokenizer_config.json", eos_token=None)
     refused(

@@ -372,7 +372,7 @@ def masters_on_borders(upper_half: torch.Tensor, lower_half: list[int]) -> torch
 @pytest.mark.parametrize("run", [update_by_kernel, update_by_plain])
 def test_an_update_rounds_ties_and_carries_and_leaves_what_is_not_a_number(run):
     """For gradients that are 0, a master stays as it is. The first element's gradient is NaN."""
-    # Of bf16, Triton's interpreter casts subnormal numbers wrongly.
+    # Triton's interpreter casts bf16's subnormal numbers wrongly.
     masters = masters_on_borders(
         torch.arange(0x0080, 0x7F00), [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
     )
@@ -681,7 +681,7 @@ def test_no_two_elements_of_an_optimizer_have_the_same_number():
 
 
 def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
-    """As in fp32, on average; rounded to nearest it would keep the value that it had."""
+    """It does so on average; rounded to nearest it would keep the value that it had."""
     parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
     optimizer = optimizer_of([parameter], 1e-5, max_norm=torch.inf, moments=torch.bfloat16)
     square = optimizer.state[parameter]["exp_avg_sq"].fill_(1.0)

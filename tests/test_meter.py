@@ -194,13 +194,13 @@ def test_parameters_that_do_not_train_have_no_gradients(model):
 
 
 def test_copies_that_the_optimizer_updates_are_its_memory(model):
-    """As DeepSpeed has them, in fp32 beside the model's parameters."""
+    """DeepSpeed has such copies, in fp32 beside the model's parameters."""
     optimizer = torch.optim.SGD([model.weight.detach().float()])
     assert memory_use(model, optimizer, CPU).optimizer_mib == 8.0
 
 
 def test_a_view_of_the_parameters_is_no_memory_of_the_optimizer(model):
-    """As P-zero1 has it, a share of them."""
+    """P-zero1 has such a view, a share of them."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(model.weight.detach()[:512])])
     assert memory_use(model, optimizer, CPU).optimizer_mib == 0.0
 

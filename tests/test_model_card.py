@@ -203,7 +203,7 @@ def test_a_folder_that_is_empty_or_not_there_may_become_a_models(tmp_path):
 
 
 class Hub:
-    """As much of the hub's API as an upload takes: repositories and their files."""
+    """The part of the hub's API that an upload takes: repositories and their files."""
 
     def __init__(self):
         self.repos, self.url = {}, "http://hub.of.this.test"

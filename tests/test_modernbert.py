@@ -24,7 +24,7 @@ from tests.kernels import with_gradients
 from tests.material import refused
 from tests.tiny import checkpoint, losses_of, planned, trained
 
-# Of samples: within the window of a token, around it and several times as long.
+# The lengths of samples: within the window of a token, around it and several times as long.
 LENGTHS = (50, 7, 33, 80)
 CU_SEQLENS = torch.tensor([0, *LENGTHS], dtype=torch.int32).cumsum(0, dtype=torch.int32)
 LIMITS = [max(LENGTHS)] * len(LENGTHS)

@@ -16,7 +16,7 @@ from tests.kernels import with_gradients
 from tests.material import python
 from tests.tiny import planned
 
-# Of the linear layer; neither is a power of 2.
+# The shape of the linear layer; neither is a power of 2.
 INPUTS = 96
 OUTPUTS = 160
 

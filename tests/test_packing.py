@@ -378,7 +378,7 @@ def test_attention_dropout_keeps_its_rate(kind, dtype, error):
 
 
 def recomputed(step):
-    """As under gradient checkpointing, compiled."""
+    """The step compiles under gradient checkpointing."""
     return torch.compile(
         lambda v: checkpoint(step, v * 1.0, use_reentrant=False),
         backend="aot_eager",

@@ -53,7 +53,7 @@ def test_without_a_gpu_it_trains_both_at_smoke_size_and_ranks_no_speed(tmp_path,
 
 
 def test_both_train_for_one_epoch_of_ones_own_data(tmp_path, quickstart, monkeypatch):
-    """As on a GPU; here of fewer tokens."""
+    """A GPU trains so, too; here samples have fewer tokens."""
     quality = dataclasses.replace(PRESETS["quality"], max_length=64, stride=16, measure_from=1)
     monkeypatch.setitem(PRESETS, "quality", quality)
     squad = squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")

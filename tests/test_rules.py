@@ -30,7 +30,7 @@ def constants_of(node: ast.AST) -> set:
     return {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
 
 
-# Of what the rules speak.
+# What the rules speak of.
 
 # Local names in rules.py that stand for a setting.
 LOCAL_NAMES = {"kernel": "attention", "precision": "precision", "optimizer": "optimizer",

@@ -57,7 +57,7 @@ def test_a_number_of_any_size_is_one():
 
 
 def test_sums_run_in_the_datas_order():
-    """Of predictions from right to wrong to empty, in an order of their own."""
+    """The predictions go from right to wrong to empty, in an order of their own."""
     examples = real_squad("validation")
     texts = {}
     values = []

@@ -52,10 +52,9 @@ class TokenSearch:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Return which tokens of `rows` are first and last of the text from `begin` to `finish`.
 
-        All are int [n]; tokens are counted from their row's first. As in the reference script,
-        these are the last token that begins no later than the text, and the first that ends no
-        earlier. Where a tokenizer's offsets step back, the search ends at the first token beyond
-        the text.
+        All are int [n]; tokens are counted from their row's first. The reference script takes the
+        same: the last token that begins no later than the text, and the first that ends no earlier.
+        Where a tokenizer's offsets step back, the search ends at the first token beyond the text.
 
         A character may be several tokens, of bytes or of a syllable's letters. Where the text is
         that character alone, the two searches end at the last and at the first of its tokens, and

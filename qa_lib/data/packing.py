@@ -12,7 +12,7 @@ The kernel that a T4 has takes only segments of equal length. Copying samples to
 long as that kernel wants it, in both passes of every layer, would move three times the bytes that
 the kernel moves. For it the packed sequence itself has a place for each sample, the same places in
 all sequences: each as long as the longest sample that comes there, with few lengths in all, since
-each length is a call of the kernel. As samples are dealt by length, that is 7 to 8 % more tokens
+each length is a call of the kernel. Since samples are dealt by length, that is 7 to 8 % more tokens
 for SQuAD v2 from 32 samples on (counted; 14 % at 8), and nothing is copied.
 """
 

@@ -1,6 +1,6 @@
 """Gradients that GPUs of one host send each other, and their mean (variant P-peers).
 
-Of N processes each owns an N-th of the weights, and averages the gradients of that part. A GPU
+Each of N processes owns an N-th of the weights, and averages the gradients of that part. A GPU
 writes into the memory of another one by a pointer, as into its own. So one pass takes every
 gradient from where the backward pass has left it to the process that owns it, which keeps what it
 is sent in N *slots*, one for each sender. The gradients of several tensors, one after the other,

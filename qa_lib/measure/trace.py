@@ -201,7 +201,7 @@ def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, floa
 def _span_at(spans: list[tuple], moment: float) -> int | None:
     """Return the index of the span in which a moment is; None where it is in none.
 
-    `spans` are in order of time. Of several that have begun the last counts, even if it has ended.
+    `spans` are in order of time. Where several have begun, the last counts, even if it has ended.
     """
     # A span that begins at this very moment has begun: infinity is later than any end.
     index = bisect.bisect_right(spans, (moment, float("inf"))) - 1

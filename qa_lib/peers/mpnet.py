@@ -35,8 +35,8 @@ LOWEST = torch.finfo(torch.float16).min  # the mask of padding; finite, as a row
 def bucket_of(distance: torch.Tensor) -> torch.Tensor:
     """Return the bucket of each distance from query to key, as T5 has it (Raffel et al. 2020).
 
-    Half of the buckets are for keys after the query. Of each half, the first half have one distance
-    each, and the others grow by the logarithm.
+    Half of the buckets are for keys after the query. In each half, the first half have one
+    distance each, and the others grow by the logarithm.
     """
     size = distance.abs()
     half = BUCKETS // 2

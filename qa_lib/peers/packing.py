@@ -92,9 +92,9 @@ def cut(limits: list[int], most: int, multiple: int) -> list[tuple[int, int]]:
     """Cut samples, in their order, into at most `most` runs that are padded to one length each.
 
     `limits` are the most tokens of each sample. Return the number of samples and the length, a
-    multiple of `multiple`, of each run. Of all ways to cut, this is one with the least sum of
-    squared lengths, which is what attention costs, and of those one with the fewest runs, found by
-    dynamic programming over the ends of runs.
+    multiple of `multiple`, of each run. The cut has the least sum of squared lengths, which is what
+    attention costs, and among such cuts the fewest runs. It is found by dynamic programming over
+    the ends of runs.
     """
     # For each number of first samples, the least cost of runs that hold them, and what these are:
     # first for no run at all, then for one more in each round.

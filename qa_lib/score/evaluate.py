@@ -73,10 +73,10 @@ def span_loss(
 ) -> float | None:
     """Return the held-out loss in nats, the mean over all windows; None if it is not finite.
 
-    It is what training minimises. `ids`, `start` and `end` are what predict_logits gives. As in
-    training a window's loss is the mean of two cross entropies, of the gold answer's first and last
-    token, or of [CLS] where the window holds none; over the window's own tokens, so that it does
-    not depend on padding.
+    It is what training minimises. `ids`, `start` and `end` are what predict_logits gives. A
+    window's loss is, like that of training, the mean of two cross entropies: of the gold answer's
+    first and last token, or of [CLS] where the window holds none. It is over the window's own
+    tokens, so that it does not depend on padding.
     """
     windows = ids.cpu().numpy()
     start_target = torch.from_numpy(samples.start_positions[windows]).to(start.device)

@@ -29,7 +29,7 @@ from qa_lib.train.step_log import StepLog
 
 # Options of the models, of which the search found that they pay.
 SEARCHED_BERT = {"blend_types": True, "drawn_at_once": True}
-# As of BERT; those of attention are guesses, as no search has been run.
+# Those of BERT; what concerns attention is a guess, since no search has been run.
 SEARCHED_MPNET = {"calls": 4, "drawn_at_once": True}
 SEARCHED_GPT2 = {"align": 64, "loss": "chunked", "drawn_at_once": True}
 

@@ -198,7 +198,7 @@ def test_a_question_that_would_cut_its_paragraph_into_very_many_pieces_is_refuse
 
 @pytest.mark.slow
 def test_a_hundred_askers_get_their_own_answers(server, runs, questions):
-    """Of paragraphs of any length, all at once and once more."""
+    """Their paragraphs have any length; all ask at once, and once more."""
     asked = []
     for number, example in enumerate(questions[:100]):
         paragraphs = (1, 1, 1, 4, 30)[number % 5]

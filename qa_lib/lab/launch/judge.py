@@ -67,7 +67,7 @@ def _end_unfinished(
 ) -> dict:
     """Finish the record of a run whose process has ended before the run did; see judge.
 
-    A compiler that crashes takes the process with it, and one that hangs keeps it for ever. Of a
+    A compiler that crashes takes the process with it, and one that hangs keeps it for ever. In a
     run that was recommended this is an error of the variant: a process that ended by itself in the
     first steps, or that was over its limit after training had begun. A driver that was stopped, and
     a limit that was over before training began, say nothing about the variant.

@@ -6,7 +6,7 @@ folder; one that a signal has killed leaves none. The record says which failed f
 is started by hand, the first process reads the faults for that (run/recording.py).
 
 Over several hosts that share the runs folder, torchrun is given the same command line on each of
-them. The first process writes the record. As a job of Slurm on two nodes of four GPUs:
+them. The first process writes the record. This is a job of Slurm on two nodes of four GPUs:
 
     #!/bin/bash
     #SBATCH --nodes=2 --ntasks-per-node=1 --gpus-per-node=4 --time=60

@@ -168,8 +168,8 @@ class OneBucketDDP(NoParallel):
 
     Afterwards the gradients are views of that tensor.
 
-    For the noise scale, `local_square_norm` must be that of a part of the step. Of several
-    processes, it is that of a process's gradients before averaging. A process that is alone takes
+    For the noise scale, `local_square_norm` must be that of a part of the step. With several
+    processes it is that of a process's gradients before averaging. A process that is alone takes
     the step's first micro-batch for the part, if there are several.
     """
 
