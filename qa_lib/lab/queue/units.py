@@ -20,7 +20,8 @@ from qa_lib.records.record import DEFAULT_PRESET
 # Statuses of a run that need not be made again.
 HAS_RESULT = ("ok", "oom")
 # Seconds from the end of a run to the begin of the next one of its block, at most. Processes take
-# 15 to 40 to start; a host that is given anew begins later, so that no block is put together of two.
+# 15 to 40 to start; a host that is given anew begins later, so that no block is put together of
+# two.
 MOST_BETWEEN_S = 180
 # Seconds that a process takes beside the `wall_s` of its record, for imports and its end. Not its
 # `notebook_s`: notebooks drew pictures as well, for up to six minutes.
