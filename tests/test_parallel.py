@@ -503,7 +503,7 @@ def test_every_process_has_the_biases_of_narrowing_layers_whole_and_of_widening_
 def test_the_norm_has_what_every_process_has_whole_once_and_the_shares_of_all(
     cut_by_heads, monkeypatch
 ):
-    """Of two processes, whose shares have equal norms."""
+    """Two processes have shares of equal norms."""
     monkeypatch.setattr(torch.distributed, "all_reduce", lambda tensor: tensor.mul_(2))
     for parameter in cut_by_heads.parameters:
         parameter.grad = torch.ones_like(parameter)

@@ -26,7 +26,7 @@ newer.
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import SimpleNamespace
 
@@ -270,6 +270,19 @@ def calls(
         call = rows[begin : begin + COUNT]
         sizes = tuple(row[0].numel() for row in call)
         yield tuple(zip(*call, strict=True)), sizes
+
+
+def with_sums(
+    all_calls: Sequence[tuple[tuple, tuple[int, ...]]], block: int, device: torch.device
+) -> tuple[torch.Tensor, list[tuple[tuple, tuple[int, ...], torch.Tensor]]]:
+    """Return fp32 places for a sum of each program, and `calls` with the places of their programs.
+
+    A program takes `block` elements of one tensor.
+    """
+    programs = [sum(-(-size // block) for size in sizes) for _, sizes in all_calls]
+    sums = torch.empty(sum(programs), dtype=torch.float32, device=device)
+    parts = sums.split(programs)
+    return sums, [(*call, part) for call, part in zip(all_calls, parts, strict=True)]
 
 
 @jit

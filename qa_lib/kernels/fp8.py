@@ -251,8 +251,9 @@ def in_8_bits(value, FACTOR: tl.constexpr, MAX: tl.constexpr, dtype: tl.constexp
 def once(value8):
     """Return 8-bit floats as they are, and have the compiler compute them once.
 
-    It would rather compute them again for each order in which they are stored than exchange bytes
-    among threads. What an instruction may do beside its result it must not repeat.
+    It would compute them again for each order in which they are stored, rather than have threads
+    exchange bytes. An instruction that is not pure may have an effect beside its result, so that
+    the compiler does not repeat it.
     """
     if INTERPRETED:
         return value8

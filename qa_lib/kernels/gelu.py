@@ -251,6 +251,12 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     return cdf, slope
 
 
+def _polynomial(tanh: bool) -> dict[str, float]:
+    """Return the polynomial of the cdf's logit, as the kernels take it."""
+    first, second, third = TANH_TERMS if tanh else TERMS
+    return {"FIRST": first, "SECOND": second, "THIRD": third, "LAST": LAST}
+
+
 @custom_op("qa_lib::gelu_forward")
 def _gelu_forward(
     x: torch.Tensor, bias: torch.Tensor, factor: float, tanh: bool = False
@@ -259,7 +265,6 @@ def _gelu_forward(
     width = len(bias)
     rows = x.numel() // width
     y = x.new_empty(x.shape, dtype=torch.float8_e4m3fn if factor else x.dtype)
-    first, second, third = TANH_TERMS if tanh else TERMS
     grid = (-(-rows // FORWARD["ROWS"]), -(-width // FORWARD["COLUMNS"]))
     launch(
         gelu_forward_kernel,
@@ -268,10 +273,7 @@ def _gelu_forward(
         bias=bias,
         output=y,
         rows=rows,
-        FIRST=first,
-        SECOND=second,
-        THIRD=third,
-        LAST=LAST,
+        **_polynomial(tanh),
         FACTOR=factor,
         MAX=fp8.E4M3_MAX,
         WIDTH=width,
@@ -291,7 +293,6 @@ def _gelu_backward(
     x_grad8 = x.new_empty(x.shape if factor else 0, dtype=torch.float8_e5m2)
     output = torch.empty_like(x_grad8, dtype=x.dtype)
     partials = x.new_empty(min(rows, PROGRAMS), width, dtype=torch.float32)
-    first, second, third = TANH_TERMS if tanh else TERMS
     grid = (len(partials), -(-width // BACKWARD["COLUMNS"]))
     launch(
         gelu_backward_kernel,
@@ -307,10 +308,7 @@ def _gelu_backward(
         partials=partials,
         rows=rows,
         padded=rows,
-        FIRST=first,
-        SECOND=second,
-        THIRD=third,
-        LAST=LAST,
+        **_polynomial(tanh),
         FACTOR=factor,
         MAX=fp8.E5M2_MAX,
         OUTPUT_FACTOR=0.0,
@@ -334,7 +332,6 @@ def _gelu_backward_turned(
     column_tiles = -(-width // TURNING["COLUMNS"])
     row_programs = min(-(-rows // TURNING["ROWS"]), -(-2 * PROGRAMS // column_tiles))
     partials = x.new_empty(row_programs, width, dtype=torch.float32)
-    first, second, third = TANH_TERMS if tanh else TERMS
     launch(
         gelu_backward_kernel,
         (row_programs, column_tiles),
@@ -349,10 +346,7 @@ def _gelu_backward_turned(
         partials=partials,
         rows=rows,
         padded=padded,
-        FIRST=first,
-        SECOND=second,
-        THIRD=third,
-        LAST=LAST,
+        **_polynomial(tanh),
         FACTOR=GRADIENT,
         MAX=fp8.E5M2_MAX,
         OUTPUT_FACTOR=ACTIVATION,

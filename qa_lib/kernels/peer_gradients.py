@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qa_lib.kernels.common import calls, chosen, jit, launch, locate, tl
+from qa_lib.kernels.common import calls, chosen, jit, launch, locate, tl, with_sums
 
 SEND = {"BLOCK": 4096, "num_warps": 4}
 MEAN = {"BLOCK": 4096, "num_warps": 4}
@@ -46,11 +46,8 @@ def send_gradients(
         return (row[1] - (rank + 1) * length) % everything
 
     all_calls = list(calls(gradients, begins, order=after_own))
-    programs = [sum(-(-size // SEND["BLOCK"]) for size in sizes) for _, sizes in all_calls]
-    sums = gradients[0].new_empty(sum(programs), dtype=torch.float32)
-    for ((call_gradients, call_begins), sizes), call_sums in zip(
-        all_calls, sums.split(programs), strict=True
-    ):
+    sums, calls_with_sums = with_sums(all_calls, SEND["BLOCK"], gradients[0].device)
+    for (call_gradients, call_begins), sizes, call_sums in calls_with_sums:
         launch(
             send_kernel,
             (len(call_sums),),

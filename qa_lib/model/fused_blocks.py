@@ -28,6 +28,8 @@ layer alone can do it. `FusedDecoder` is therefore the whole training pass betwe
 head, written out. Its modules keep their places: evaluation and generation are transformers' own.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -227,38 +229,25 @@ def float8_linear(
     It is the block if the first of its linear layers has returned its own arguments as `x`, a
     tuple, and left its work to this one, the second.
     """
-    if isinstance(x, tuple):
-        inputs, inputs8, up, up_bias, tanh = x
-        return fp8_feed_forward(
-            inputs,
-            up,
-            up_bias,
-            tanh,
-            down=weight,
-            last=bias,
-            x8=inputs8,
-            weight_grad8=weight_grad8,
-        )
-    return fp8_linear(x, weight, bias, take_copy(x), weight_grad8)
+    return _block_or_layer(fp8_feed_forward, fp8_linear, x, weight, bias, weight_grad8)
 
 
 def float8_linear_and_placeholder(
-    x, weight: torch.Tensor, bias: torch.Tensor | None, weight_grad8: bool = False
+    x, weight: torch.Tensor, bias: torch.Tensor | None, weight_grad8: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what `float8_linear` does, and return a placeholder for the result's gradient as well."""
-    if isinstance(x, tuple):
-        inputs, inputs8, up, up_bias, tanh = x
-        return fp8_feed_forward_and_placeholder(
-            inputs,
-            up,
-            up_bias,
-            tanh,
-            down=weight,
-            last=bias,
-            x8=inputs8,
-            weight_grad8=weight_grad8,
-        )
-    return fp8_linear_and_placeholder(x, weight, bias, take_copy(x), weight_grad8)
+    block, layer = fp8_feed_forward_and_placeholder, fp8_linear_and_placeholder
+    return _block_or_layer(block, layer, x, weight, bias, weight_grad8)
+
+
+def _block_or_layer(block: Callable, layer: Callable, x, weight, bias, weight_grad8: bool):
+    """Return what `block` or `layer` returns; the other arguments are those of float8_linear."""
+    if not isinstance(x, tuple):
+        return layer(x, weight, bias, take_copy(x), weight_grad8)
+    inputs, inputs8, up, up_bias, tanh = x
+    return block(
+        inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8, weight_grad8=weight_grad8
+    )
 
 
 class FusedIntermediate(nn.Module):

@@ -52,7 +52,17 @@ from torch.nn import functional as F
 
 from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
-from qa_lib.kernels.common import calls, chosen, hash32, hash32_kernel, jit, launch, locate, tl
+from qa_lib.kernels.common import (
+    calls,
+    chosen,
+    hash32,
+    hash32_kernel,
+    jit,
+    launch,
+    locate,
+    tl,
+    with_sums,
+)
 from qa_lib.kernels.eight_bit import decode_kernel, encode_kernel
 
 FINER = 2.0**11  # by which an fp16 weight's low bits are multiplied
@@ -327,10 +337,8 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return what `_norm` returns, for tensors of one type on a GPU."""
-    all_calls = list(calls(tensors))
-    programs = [sum(-(-size // NORM["BLOCK"]) for size in sizes) for _, sizes in all_calls]
-    sums = tensors[0].new_empty(sum(programs), dtype=torch.float32)
-    for ((call_tensors,), sizes), call_sums in zip(all_calls, sums.split(programs), strict=True):
+    sums, calls_with_sums = with_sums(list(calls(tensors)), NORM["BLOCK"], tensors[0].device)
+    for (call_tensors,), sizes, call_sums in calls_with_sums:
         launch(
             square_sums,
             (len(call_sums),),

@@ -1,7 +1,7 @@
 """Units of a plan at work: each run in a process of its own, and archived once its unit is whole.
 
-Hosts of GPUs are lent for minutes and begin bare. So no run goes on beyond the end of the time that
-was given, and what is whole is in an archive before the next unit begins.
+A host with GPUs may be rented for minutes, and begins bare. So no run goes on beyond the end of the
+time that was given, and what is whole is in an archive before the next unit begins.
 """
 
 import contextlib

@@ -2,11 +2,12 @@
 
 Theirs come from its documents (published.csv and the sentences below), ours from records alone.
 
-A number of theirs has one rule each kind: a ratio of speeds holds where ours is within NEAR of
-theirs, a difference of scores where it is within MARGIN of theirs. These two bounds were set after
-the runs, once for all numbers; so were those of exact match, of the optimizer's state and of C2
-against C1. Those of the other sentences were set before. Where there is an interval,
-all of it has to lie within the bound, and where all of it lies outside the claim fails.
+Their numbers have one rule for each kind: a ratio of speeds holds where ours is within NEAR of
+theirs, a difference of scores where it is within MARGIN of theirs. Where there is an interval, all
+of it has to lie within the bound, and the claim fails where all of it lies outside.
+
+The two bounds were set after the runs, once for all numbers; so were those of exact match, of the
+optimizer's state and of C2 against C1. The bounds of the other sentences were set before.
 """
 
 import math

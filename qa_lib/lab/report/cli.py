@@ -362,7 +362,7 @@ def _pages_of_other_records(digests: dict[str, str]) -> list[str]:
 def _old_pages() -> list[str]:
     """Return a sentence for each page whose cells are not those of its notebook.
 
-    Of pages that trained, those cells count that show committed records.
+    In pages that trained, those cells count that show committed records.
     """
     import nbformat
 

@@ -1,4 +1,4 @@
-"""Of which records a rendered page is.
+"""The records that a rendered page shows, and whether they are today's.
 
 A page is an executed notebook that is kept. Its metadata have, under `records`, each group of
 records that the page names, with the digest of the group's records when the page was made. A page

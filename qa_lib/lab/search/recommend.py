@@ -135,22 +135,27 @@ def slower_than_one(option: Spec) -> str | None:
         return None
     task = TASKS[option.preset.task]
     records = committed_records(task.name, task.reference_of_several)
-    speeds = {True: [], False: []}  # samples/s of one GPU, and of several
-    for variant, world in [(option.variant, option.world), *((name, 1) for name in task.on_gpu)]:
-        for entry in records.get(variant, []):
-            is_of_world = (entry["parallel"]["world"] or 1) == world
-            is_of_batch = entry["spec"]["preset"]["effective_batch"] == option.preset.batch
-            if is_of_world and is_of_batch and entry["speed"]["samples_per_s"]:
-                speeds[world == 1].append(entry["speed"]["samples_per_s"])
-    if not speeds[True] or not speeds[False]:
-        return None
-    of_one, of_several = max(speeds[True]), max(speeds[False])
-    if of_several >= of_one:
+    batch = option.preset.batch
+    of_several = _most_samples_per_s(records.get(option.variant, []), option.world, batch)
+    of_one = max(_most_samples_per_s(records.get(name, []), 1, batch) for name in task.on_gpu)
+    if of_several == 0 or of_several >= of_one:
         return None
     return (
-        f"one GPU is quicker at {option.preset.batch} samples a step ({of_one:,.0f} samples/s "
+        f"one GPU is quicker at {batch} samples a step ({of_one:,.0f} samples/s "
         f"instead of {of_several:,.0f}): --batch takes more"
     )
+
+
+def _most_samples_per_s(records: list[dict], world: int, batch: int) -> float:
+    """Return the highest speed of records with so many processes and samples a step; 0 if none."""
+    speeds = [
+        entry["speed"]["samples_per_s"]
+        for entry in records
+        if (entry["parallel"]["world"] or 1) == world
+        and entry["spec"]["preset"]["effective_batch"] == batch
+        and entry["speed"]["samples_per_s"]
+    ]
+    return max(speeds, default=0.0)
 
 
 # The micro-batch of variants that are named.
