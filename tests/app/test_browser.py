@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from threading import Event
 
 import pytest
 
@@ -95,6 +96,32 @@ def test_browser_shows_the_example_answered_before_anybody_has_clicked(page):
     page.locator("mark").wait_for()
     assert page.locator("mark").text_content() == "Greta Miller"
     page.get_by_text(re.compile(r"A2-s0 · smoke · F1 99.9 · \d+ ms")).wait_for()
+
+
+def test_browser_answers_a_question_asked_while_the_example_is_being_answered(browser, server):
+    page = browser.new_page()
+    asked = Event()
+    held = []
+
+    def hold_until_asked(request):
+        if asked.is_set():
+            request.continue_()
+        else:
+            held.append(request)
+
+    page.route("**/queue/join*", hold_until_asked)
+    page.goto(server.address)
+    page.get_by_label("Paragraph").fill("it was a paragraph of somebody else")
+    page.locator("#ask").click()
+    page.wait_for_timeout(200)  # milliseconds, for a request that the click makes
+    asked.set()
+    for request in held:
+        request.continue_()
+    page.wait_for_function(
+        "document.querySelector('.paragraph .text')?.textContent.includes('somebody else')",
+        timeout=10_000,
+    )
+    page.close()
 
 
 @pytest.mark.slow

@@ -278,6 +278,8 @@ def ask_tab(demo: gr.Blocks, models: Choices, max_answer_length: int | None) -> 
         on_ask,
         inputs=[first, second, context, question, longest],
         outputs=[*first_card, *second_card],
+        # What is asked while the example is being answered is asked afterwards, and not dropped.
+        trigger_mode="always_last",
         show_progress_on=question,
         api_visibility="private",
     )
