@@ -108,6 +108,7 @@ def missing_of(plan, runs):
         ('"A2"]\nseeds = [2]', '"recommended"]\nseeds = [2]', "unknown variant 'recommended'"),
         ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "'quality': P1 takes several GPUs"),
         ("seeds = [2]", "seeds = [1, 2]", r"A\d with seed 1 at preset test is there 2 times"),
+        ("seeds = [2]", "seeds = [2]\nlearning_rate = 1.0", "learning_rate is '1.0'"),
         ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
         ("alone = false", "alone = false\ncold = true", "need alone = true"),
         ('card = "cpu"', "", "'card' is missing"),
@@ -310,6 +311,14 @@ class Queue:
 def test_a_plan_is_run_in_its_order_and_then_no_more(queue):
     assert queue.run() == [f"{name} seed {seed}" for seed in (0, 1, 2) for name in ("A1", "A2")]
     assert queue.run() == []
+
+
+def test_the_runs_of_a_group_have_its_learning_rate_and_count(path, queue):
+    path.write_text(PLAN.replace("seeds = [2]", "seeds = [2]\nlearning_rate = 6e-5"))
+    assert queue.run("--groups", "quality") == ["A1 seed 2", "A2 seed 2"]
+    records = [read_record(folder) for folder in queue.runs.glob("cpu-test/*")]
+    assert {record["spec"]["preset"]["learning_rate"] for record in records} == {6e-5}
+    assert queue.run("--groups", "quality") == []
 
 
 def test_a_host_that_begins_bare_goes_on_from_the_archives_alone(queue, tmp_path):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Annotated, ClassVar
 
-from pydantic import ConfigDict, Field, StrictBool, StrictInt, StrictStr, TypeAdapter
+from pydantic import ConfigDict, Field, StrictBool, StrictFloat, StrictInt, StrictStr, TypeAdapter
 from pydantic import ValidationError as Invalid
 
 from qa_lib.errors import UserError, find, nearest, one_line
@@ -20,6 +20,7 @@ from qa_lib.spec.variants import VARIANTS
 
 Text = Annotated[StrictStr, Field(min_length=1)]
 Count = Annotated[StrictInt, Field(ge=1, le=MOST)]
+Rate = Annotated[StrictFloat, Field(gt=0, lt=1)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
 
 
@@ -67,12 +68,15 @@ class Group:
     batch: Count | None = None
     """Samples in an optimizer step; None: the preset's."""
 
+    learning_rate: Rate | None = None
+    """Peak of the learning rate; None: the preset's, which was searched for a small model."""
+
     cold: StrictBool = False
     """Whether each run begins with empty caches, so that it compiles all it needs."""
 
     def sized_preset(self) -> Preset:
-        """Return the preset with the group's own batch, as the records of its runs have it."""
-        return sized(find_preset(self.preset), batch=self.batch)
+        """Return the preset with the group's own batch and rate, as its runs' records have it."""
+        return sized(find_preset(self.preset), batch=self.batch, learning_rate=self.learning_rate)
 
     def runs_group(self, card: str) -> str:
         """Return the name of the folder and the archive that hold its runs."""

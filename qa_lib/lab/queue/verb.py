@@ -160,6 +160,7 @@ class Specs:
             model=self.models.get(group.model, group.model),
             micro_batch=group.micro_batch,
             batch=group.batch,
+            learning_rate=group.learning_rate,
             machine=self.machine,
             runs=self.runs,
         )
