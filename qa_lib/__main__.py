@@ -12,7 +12,7 @@ import sys
 
 from qa_lib.errors import UserError, find, first_line, print_anything, printable
 from qa_lib.lab.cli.verbs import VERBS, help_text
-from qa_lib.packages import how_to_have
+from qa_lib.packages import how_to_get_module
 from qa_lib.signals import stoppable, stopped_by
 
 MISTAKE = 2
@@ -55,7 +55,7 @@ def run_verb(argv: list[str]) -> int:
     try:
         verb_main = parser.load_main()
     except ModuleNotFoundError as missing:
-        raise UserError(f"{missing}: {how_to_have(missing.name)}") from None
+        raise UserError(f"{missing}: {how_to_get_module(missing.name)}") from None
     gc.freeze()  # nor is any garbage looked for among them later
     gc.enable()
     return verb_main(args)

@@ -115,8 +115,8 @@ def how_to_install(packages: Iterable[str]) -> str:
     return f"pip install {shlex.join(lines.get(name, name) for name in packages)}"
 
 
-def how_to_have(module: str) -> str:
-    """Return what to type where a module was not found: what installs all that its use takes.
+def how_to_get_module(module: str) -> str:
+    """Return what to type where a module was not found: it installs all packages of its use.
 
     Modules that USES does not name, such as Pillow's, come with those that notebooks take.
     """
@@ -174,11 +174,12 @@ def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
 
 # What executes notebooks
 
-# Set by what executes notebooks, a sweep or a report, for their kernels: it has looked already.
+# A sweep and a report set this in the kernels that execute notebooks: they have looked already, so
+# that `prepare_notebook` does nothing there.
 PREPARED = "QA_LIB_PREPARED"
 # Where Jupyter looks first for the kernel `python3`. The one here is of the Python that asks for
 # it; one that is installed for a user may be of an environment that is gone.
-KERNELS = PACKAGE / "lab" / "launch" / "jupyter"
+JUPYTER_KERNELS = PACKAGE / "lab" / "launch" / "jupyter"
 
 
 def check_runner() -> None:
@@ -200,12 +201,12 @@ def jupyter_path() -> str:
     It comes before whatever kernels are installed, and keeps what the user has set.
     """
     paths_before = os.environ.get("JUPYTER_PATH", "").split(os.pathsep)
-    others = [path for path in paths_before if path not in ("", str(KERNELS))]
-    return os.pathsep.join([str(KERNELS), *others])
+    others = [path for path in paths_before if path not in ("", str(JUPYTER_KERNELS))]
+    return os.pathsep.join([str(JUPYTER_KERNELS), *others])
 
 
 @contextlib.contextmanager
-def environment_of_kernels() -> Iterator[None]:
+def environment_of_jupyter_kernels() -> Iterator[None]:
     """Change this process's environment, inside the block, to that of the kernels that it starts.
 
     They are of this Python, have PREPARED, and import this library.
@@ -223,7 +224,8 @@ def environment_of_kernels() -> Iterator[None]:
 
 # The first cell of a notebook
 
-# What a notebook imports, and what packages import late: a wrong version may show there alone.
+# What notebooks import. Some packages import modules only when they are used, so that a wrong
+# version may show here and not before.
 PARTS = (
     "qa_lib.run.fit",
     "qa_lib.train.trainer",
@@ -269,9 +271,10 @@ def prepare_notebook(install: bool | None = None) -> None:
     if not install:
         _say_what_is_missing()
         return
+    _say_if_torch_is_untested()
     with _environment_lock():
         # The look is behind the lock, since another process may have just installed it.
-        if misfits(_requirements_but_torch()) or adapters_fault():
+        if misfits(_requirements_to_install()) or adapters_fault():
             loaded = _versions_loaded()
             _install()
             _check_imports()
@@ -282,7 +285,8 @@ def _go_to_the_checkout() -> None:
     """Go to the root of a checkout, where a notebook runs in its folder or has just cloned it."""
     if IS_CHECKOUT and Path.cwd() in (ROOT / "notebooks", ROOT.parent):
         os.chdir(ROOT)
-    # The first cell has found the library by these; from the root they lead elsewhere.
+    # The first cell found the library by its parent folder, or by the clone `lab` in Colab; from
+    # the root these lead elsewhere.
     sys.path[:] = [folder for folder in sys.path if folder not in ("..", "lab")]
 
 
@@ -290,7 +294,7 @@ def _say_what_is_missing() -> None:
     """Print a line that names what is missing for notebooks or does not fit, and what to type."""
     phrases = misfits(requirements(["notebooks"]))
     if phrases:
-        packages = [phrase.split()[0] for phrase in phrases]
+        packages = dict.fromkeys(phrase.split()[0] for phrase in phrases)  # each begins with it
         print(f"{'; '.join(phrases)}: type %{how_to_install(packages)}", file=sys.stderr)
 
 
@@ -305,24 +309,18 @@ def _environment_lock() -> Iterator[None]:
         os.close(folder)
 
 
-def _requirements_but_torch() -> list[Requirement]:
-    """Return all requirements but torch, where it is here: it was built for the machine's driver.
+def _requirements_to_install() -> list[Requirement]:
+    """Return all requirements, without torch where it is here: it was built for the driver."""
+    has_torch = version_of("torch") is not None
+    return [need for need in requirements() if not (has_torch and need.name == "torch")]
 
-    Prints a line if it is of a version that was not tested.
-    """
+
+def _say_if_torch_is_untested() -> None:
+    """Print a line where the torch that is here has a version that this was not tested with."""
     version = version_of("torch")
-    if version is None:
-        return requirements()
-    others = []
-    for requirement in requirements():
-        if requirement.name != "torch":
-            others.append(requirement)
-        elif not requirement.specifier.contains(version, prereleases=True):
-            print(
-                f"torch {version} is left alone, but this was tested with {requirement.specifier}",
-                file=sys.stderr,
-            )
-    return others
+    (tested,) = (need.specifier for need in requirements() if need.name == "torch")
+    if version is not None and not tested.contains(version, prereleases=True):
+        print(f"torch {version} is left alone, but this was tested with {tested}", file=sys.stderr)
 
 
 def _install() -> None:
@@ -331,7 +329,7 @@ def _install() -> None:
     torch stays as it is. A torchao that peft refuses is upgraded, and not removed: others may
     import it. Raises NotReady.
     """
-    packages = [str(requirement) for requirement in _requirements_but_torch()]
+    packages = [str(requirement) for requirement in _requirements_to_install()]
     torch_version = version_of("torch")
     if torch_version is not None:
         packages.append(f"torch=={torch_version}")
@@ -341,7 +339,7 @@ def _install() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
         errors = re.findall(r"(?m)^ERROR: (.*)$", done.stderr)
-        lines = errors or done.stderr.splitlines() or ["it"]
+        lines = errors or done.stderr.splitlines() or [f"pip ended with {done.returncode}"]
         raise NotReady(f"pip could not install what this notebook needs: {lines[-1].strip()}")
 
 
@@ -356,7 +354,7 @@ def _check_imports() -> None:
     command = [sys.executable, "-c", IMPORT_ALL, *names, *PARTS]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or ["Python ended"]
+        lines = done.stderr.strip().splitlines() or [f"Python ended with {done.returncode}"]
         raise NotReady(lines[-1])
 
 
@@ -366,7 +364,7 @@ def _versions_loaded() -> dict[str, str | None]:
     packages = set()
     for module in sys.modules:
         packages.update(owners.get(module.partition(".")[0], ()))
-    packages.discard("packaging")
+    packages.discard("packaging")  # which was imported here, only to compare versions
     return {package: version_of(package) for package in packages}
 
 

@@ -14,7 +14,7 @@ from qa_lib.data.load import load_data
 from qa_lib.data.synthetic import vocabulary
 from qa_lib.lab import sweep
 from qa_lib.lab.app.asking import answer as app_answer
-from qa_lib.lab.app.choices import named
+from qa_lib.lab.app.choices import choices_of_user
 from qa_lib.lab.cli.verbs import parser_of
 from qa_lib.lab.launch.anywhere import fit
 from qa_lib.lab.tools.quantize import quantize_run
@@ -130,7 +130,7 @@ def test_the_trained_model_answers_as_long_wherever_it_is_asked(trained, tmp_pat
 
 
 def test_the_page_answers_as_long_as_the_asker_says(trained):
-    (choice,) = named([trained.model])
+    (choice,) = choices_of_user([trained.model])
     assert longest(app_answer(choice, "who came?", PARAGRAPH)) > 30
     assert longest(app_answer(choice, "who came?", PARAGRAPH, 4)) <= 4
     for wrong in (0, -1, 1.5, "9", True, [], 10**30, float("nan")):

@@ -26,7 +26,7 @@ from qa_lib.lab.cli.options import SHOWN_PRESETS, overrides_of, variants_of
 from qa_lib.lab.cli.verbs import GROUPS, VERBS, help_text, parser_of
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import variants
-from qa_lib.packages import how_to_have
+from qa_lib.packages import how_to_get_module
 from qa_lib.records.record import new_record
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
@@ -469,7 +469,7 @@ def test_a_missing_package_is_one_line_that_says_what_to_type(monkeypatch, typed
     parser.load_main = Mock(side_effect=missing)
     monkeypatch.setitem(VERBS, "app", lambda: parser)
     complaint = typed("app", code=2)
-    assert complaint == f"error: No module named 'gradio': {how_to_have('gradio')}\n"
+    assert complaint == f"error: No module named 'gradio': {how_to_get_module('gradio')}\n"
 
 
 def test_run_prints_what_was_measured_and_where_the_record_is(monkeypatch, tmp_path, typed):

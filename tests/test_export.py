@@ -263,7 +263,7 @@ def test_a_run_of_weights_and_biases_has_its_name_its_folder_and_its_mode(
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
     module = Mock()
-    export.wandb(module, tmp_path / "logs", project="g", name="r", config={"seed": 0})
+    export.begin_wandb_run(module, tmp_path / "logs", project="g", name="r", config={"seed": 0})
     assert (tmp_path / "logs").is_dir()
     assert module.init.call_args.kwargs == {
         "project": "g",
@@ -279,7 +279,7 @@ def test_a_run_of_trackio_is_begun_in_a_context_of_its_own(tmp_path):
     opened = contextvars.ContextVar("opened", default=None)
     module = Mock()
     module.init = Mock(side_effect=lambda **named: opened.set(named["name"]))
-    export.trackio(module, tmp_path, project="g", name="r", config={})
+    export.begin_trackio_run(module, tmp_path, project="g", name="r", config={})
     assert module.init.call_args.kwargs["project"] == "g"
     assert opened.get() is None
 

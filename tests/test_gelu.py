@@ -246,8 +246,8 @@ def covers(programs: int, tile: int, size: int) -> bool:
     return (programs - 1) * tile < size <= programs * tile
 
 
-def cdf_and_slope(x, FIRST, SECOND, THIRD, LAST, **_):
-    square = (x * x).clamp(max=LAST)
+def cdf_and_slope(x, FIRST, SECOND, THIRD, LARGEST_SQUARE, **_):
+    square = (x * x).clamp(max=LARGEST_SQUARE)
     cdf = torch.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
     return cdf, FIRST + square * (3 * SECOND + square * (5 * THIRD))
 

@@ -429,7 +429,7 @@ def test_children_import_the_library_of_a_checkout_from_any_folder(tmp_path):
 )
 def test_a_wheel_names_all_packages_that_the_use_of_a_module_takes(monkeypatch, module, use):
     monkeypatch.setattr(packages, "IS_CHECKOUT", False)
-    said = packages.how_to_have(module)
+    said = packages.how_to_get_module(module)
     assert said.startswith("type pip install ")
     names = {Requirement(word).name for word in shlex.split(said)[3:]}
     assert names == set(packages.USES[use])
@@ -626,21 +626,27 @@ def test_the_uses_that_are_named_add_their_packages_and_no_others():
     assert {"torch", "transformers"} <= names
 
 
-def test_a_torch_that_was_not_tested_is_left_alone_and_told(versions, capsys):
+def test_a_torch_that_is_here_is_left_alone(versions):
     versions["torch"] = "9.0"
-    names = [requirement.name for requirement in packages._requirements_but_torch()]
-    assert "torch" not in names and "transformers" in names
+    names = [requirement.name for requirement in packages._requirements_to_install()]
+    assert "torch" not in names
+    assert "transformers" in names
+
+
+def test_a_torch_that_was_not_tested_is_told(versions, capsys):
+    versions["torch"] = "9.0"
+    packages._say_if_torch_is_untested()
     assert capsys.readouterr().err.startswith("torch 9.0 is left alone, but this was tested with ")
 
 
 def test_a_torch_that_was_tested_is_left_alone_without_a_word(versions, capsys):
     versions["torch"] = "2.11.0+cu128"
-    packages._requirements_but_torch()
+    packages._requirements_to_install()
     assert capsys.readouterr().err == ""
 
 
 def test_where_there_is_no_torch_it_is_required(versions):
-    assert "torch" in [requirement.name for requirement in packages._requirements_but_torch()]
+    assert "torch" in [requirement.name for requirement in packages._requirements_to_install()]
 
 
 def test_pip_keeps_torch_and_upgrades_a_torchao_that_peft_refuses(versions, commands):
@@ -730,9 +736,9 @@ def test_kernels_have_an_environment_that_is_this_processes_again_afterwards(mon
     monkeypatch.setenv("JUPYTER_PATH", "/a")
     monkeypatch.delenv(packages.PREPARED, raising=False)
     before = dict(os.environ)
-    with packages.environment_of_kernels():
+    with packages.environment_of_jupyter_kernels():
         assert os.environ[packages.PREPARED] == "1"
-        assert os.environ["JUPYTER_PATH"] == os.pathsep.join([str(packages.KERNELS), "/a"])
+        assert os.environ["JUPYTER_PATH"] == os.pathsep.join([str(packages.JUPYTER_KERNELS), "/a"])
         assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
         os.environ["LEFT_BEHIND"] = "1"
     assert dict(os.environ) == before

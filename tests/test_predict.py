@@ -688,12 +688,16 @@ def test_weights_are_taken_from_one_file_before_an_index_and_quantized_ones_firs
     assert inspect_checkpoint(folder).weights == [folder / QUANTIZED]
 
 
-@pytest.mark.parametrize(
-    "index", [[], {}, {"weight_map": []}, {"weight_map": {"x": "a/b.safetensors"}}], ids=repr
-)
-def test_an_index_that_names_no_file_of_its_folder_is_refused(index, folder):
+@pytest.mark.parametrize("index", [[], {}, {"weight_map": []}], ids=repr)
+def test_an_index_that_names_no_weights_is_refused(index, folder):
     (folder / "model.safetensors").unlink()
     write(folder / INDEX, index)
+    refused("has no weight_map, and so names no weights", inspect_checkpoint, folder)
+
+
+def test_an_index_that_names_no_file_of_its_folder_is_refused(folder):
+    (folder / "model.safetensors").unlink()
+    write(folder / INDEX, {"weight_map": {"x": "a/b.safetensors"}})
     refused("names .*, which is no safetensors file of this folder", inspect_checkpoint, folder)
 
 

@@ -1,14 +1,14 @@
 """GELU by a sigmoid, in half the instructions (variants E-gelu and L-gelu).
 
-GELU (Hendrycks and Gimpel 2016) is x times the normal distribution's cdf at x, which PyTorch
-computes by the error function. A kernel so written has 38 instructions an element, and 66 for the
-gradient, so that even one that only reads and writes 16-bit numbers waits for its arithmetic. The
-logit of that cdf, log(P(x) / P(-x)), is an odd function that a polynomial of three terms meets; a
-sigmoid, one power and one reciprocal, which the GPU has instructions for, takes it back: 15
-instructions and 40. (All instructions of each kernel in bf16, as Triton 3.6 compiles it for sm_90,
-over the elements that a thread has at a time.) On a T4 the same kernel waits for its memory, whose
-rate is a fifteenth of an H200's: there is nothing to gain there. It compiles for one, though: for
-compute capability 7.5 and newer.
+GELU (Hendrycks and Gimpel 2016) is x P(x), where P is the cdf of the normal distribution. PyTorch
+computes P by the error function: 38 instructions an element, and 66 for the gradient, so that even
+a kernel that only reads and writes 16-bit numbers waits for its arithmetic. Here P(x) is a sigmoid
+of its own logit, log(P(x) / P(-x)). That is an odd function, and a polynomial of three terms fits
+it; the sigmoid is one power and one reciprocal, which the GPU has instructions for. This takes 15
+instructions and 40. (Counted in the code that Triton 3.6 makes of each kernel in bf16 for sm_90:
+all instructions, divided by the elements that a thread has at a time.) On a T4 the same kernel
+waits for its memory, whose rate is a fifteenth of an H200's: there is nothing to gain there. It
+compiles for one, though: for compute capability 7.5 and newer.
 
 The bias of the linear layer before it is added here too, and the forward pass is one kernel. The
 backward kernel writes the gradient of the layer's output and sums it over the tokens in registers,
@@ -52,7 +52,7 @@ TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
 # Those of the approximation by tanh, whose z is sqrt(2 / pi) (x + 0.044715 x^3).
 TANH_TERMS = (1.59576912, 7.13548163e-2, 0.0)
 # The square of the largest x that the polynomial is for. Further out the cdf is 0 or 1 anyway.
-LAST = 40.0
+LARGEST_SQUARE = 40.0
 LOG2_OF_E = tl.constexpr(LOG2_E)
 # 1 / (1 + 2^power), where the power is the logit times -log2(e). Each of the two approximations is
 # off by 2^-22 of its result, and gives 0 below 2^-126. Those that Triton's sigmoid takes are no
@@ -245,7 +245,7 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
     The derivative of the cdf is the product of that slope with cdf and 1 - cdf.
     """
     first, second, third = TANH_TERMS if tanh else TERMS
-    square = (x * x).clamp(max=LAST)
+    square = (x * x).clamp(max=LARGEST_SQUARE)
     cdf = torch.sigmoid(x * (first + square * (second + square * third)))
     slope = first + square * (3 * second + square * (5 * third))
     return cdf, slope
@@ -254,7 +254,7 @@ def _cdf(x: torch.Tensor, tanh: bool) -> tuple[torch.Tensor, torch.Tensor]:
 def _polynomial(tanh: bool) -> dict[str, float]:
     """Return the polynomial of the cdf's logit, as the kernels take it."""
     first, second, third = TANH_TERMS if tanh else TERMS
-    return {"FIRST": first, "SECOND": second, "THIRD": third, "LAST": LAST}
+    return {"FIRST": first, "SECOND": second, "THIRD": third, "LARGEST_SQUARE": LARGEST_SQUARE}
 
 
 @custom_op("qa_lib::gelu_forward")
@@ -366,7 +366,7 @@ def gelu_forward_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
-    LAST: tl.constexpr,
+    LARGEST_SQUARE: tl.constexpr,
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -386,7 +386,7 @@ def gelu_forward_kernel(
     # Read first, since all threads wait for each other when they share out the bias.
     x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32)
     x += tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
-    value = x * cdf_kernel(x, tl.minimum(x * x, LAST), FIRST, SECOND, THIRD)
+    value = x * cdf_kernel(x, tl.minimum(x * x, LARGEST_SQUARE), FIRST, SECOND, THIRD)
     if FACTOR != 0.0:
         value = in_8_bits(value, FACTOR, MAX, output.dtype.element_ty)
     tl.store(output + at, value.to(output.dtype.element_ty), mask=inside)
@@ -422,7 +422,7 @@ def gelu_backward_kernel(
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
-    LAST: tl.constexpr,
+    LARGEST_SQUARE: tl.constexpr,
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
     OUTPUT_FACTOR: tl.constexpr,
@@ -452,7 +452,7 @@ def gelu_backward_kernel(
         inside = (row < rows) & in_width
         x = tl.load(gemm_out + at, mask=inside, other=0.0).to(tl.float32) + shift
         x_grad = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-        square = tl.minimum(x * x, LAST)
+        square = tl.minimum(x * x, LARGEST_SQUARE)
         cdf = cdf_kernel(x, square, FIRST, SECOND, THIRD)
         slope = FIRST + square * (3 * SECOND + square * (5 * THIRD))
         x_grad *= cdf * (1 + x * (1 - cdf) * slope)

@@ -79,7 +79,7 @@ class ModelFolder:
 
     @property
     def files(self) -> list[Path]:
-        """The files that decide the model and its tokens: what transformers reads of them."""
+        """What decides the model and its tokens: the weights, and what is read beside them."""
         files = set(self.weights)
         for pattern in (*READ_PATTERNS, INDEX):
             files.update(file for file in self.path.glob(pattern) if file.is_file())
@@ -141,11 +141,10 @@ def inspect_checkpoint(folder: Path) -> ModelFolder:
     config = read_json(folder / "config.json")
     if not isinstance(config, dict):
         raise UserError(f"{folder}: config.json is no JSON object")
-    refused = {"quantization_config", "transformers_weights"} & config.keys()
+    refused = sorted({"quantization_config", "transformers_weights"} & config.keys())
     if refused:
         raise UserError(
-            f"{folder}: config.json has {min(refused)}; plain weights in model.safetensors are "
-            "needed"
+            f"{folder}: config.json has {refused[0]}; plain weights in model.safetensors are needed"
         )
     # transformers would load an adapter, and its base model from wherever this file says.
     if (folder / "adapter_config.json").exists():
@@ -163,7 +162,7 @@ def _weights(folder: Path) -> list[Path]:
 
     Raises UserError for an index that names other files.
     """
-    # transformers, too, takes the one file before an index.
+    # One file goes before an index, as in transformers; quantized weights go before both.
     for name in (QUANTIZED, "model.safetensors"):
         if (folder / name).exists():
             return [folder / name]
@@ -171,10 +170,9 @@ def _weights(folder: Path) -> list[Path]:
         return []
     index = read_json(folder / INDEX)
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
-    if isinstance(weight_map, dict):
-        names = sorted({str(name) for name in weight_map.values()})
-    else:
-        names = ["nothing"]  # is refused below, in these words
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{folder}: {INDEX} has no weight_map, and so names no weights")
+    names = sorted({str(name) for name in weight_map.values()})
     for name in names:
         if not re.fullmatch(r"[\w.-]+\.safetensors", name) or not (folder / name).is_file():
             raise UserError(
@@ -188,9 +186,9 @@ def _weights(folder: Path) -> list[Path]:
 def replacing(folder: Path) -> Iterator[Path]:
     """Yield an empty folder to write a model into, which then takes the place of `folder`.
 
-    It gets its digests before. Nothing of the old model stays beside the new one, and an error
-    while the new one is written leaves the old one as it was. Raises RecordError for a folder that
-    is a link.
+    SHA256SUMS is added to it when the block ends. Nothing of the old model stays beside the new
+    one, and an error in the block leaves the old one as it was. Raises RecordError for a folder
+    that is a link.
     """
     folder = writable_folder(folder).absolute()
     with tempfile.TemporaryDirectory(
@@ -227,12 +225,12 @@ def _check_digests(folder: Path, model_files: list[Path]) -> None:
         if path in model_files and path.name not in digests:
             raise UserError(
                 f"{folder}: {path.name} was added after the folder was saved; "
-                f"whoever did deletes {SUMS}"
+                f"if you added it, delete {SUMS}"
             )
         if path.name in digests and _sha256(path, path.stat().st_ctime_ns) != digests[path.name]:
             raise UserError(
                 f"{folder}: {path.name[:80]!r} is not the file that was saved, "
-                f"by its digest in {SUMS}; whoever changed it on purpose deletes that list"
+                f"by its digest in {SUMS}; if you changed it on purpose, delete {SUMS}"
             )
 
 

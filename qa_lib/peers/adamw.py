@@ -1,4 +1,4 @@
-"""AdamW's update with clipping for the rivals, in the forms that a good engineer tries.
+"""AdamW's update with clipping, for trainers in plain PyTorch that this library is compared with.
 
 Each form has `step(gradients)`, which takes a gradient for each of `parameters`, in their order. It
 never waits for the device, so that a CUDA graph can hold it. There is no weight decay. This file
@@ -50,7 +50,7 @@ class PublicAdamW:
             parameter.grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad()
-        # torchao counts steps on the host, which a CUDA graph would not see.
+        # torchao begins its counts of steps on the host, where no CUDA graph would raise them.
         for parameter, state in self.optimizer.state.items():
             if state["step"].device != parameter.device:
                 state["step"] = state["step"].to(parameter.device)
@@ -59,8 +59,9 @@ class PublicAdamW:
 class CompiledAdamW:
     """A hand-written AdamW that torch.compile turns into few kernels.
 
-    There is one kernel for each large parameter and one for all small ones together. Clipping is
-    part of the update. Weights in 16 bits are rounded stochastically.
+    Each large parameter is updated by itself, and all small ones as one flat tensor. Clipping is
+    part of the update. Weights in bf16 are rounded stochastically; with fp32 masters they are
+    copies of those instead.
 
     - `masters`: keep the weights in fp32 as well; those in 16 bits are copies of them.
     - `moments`: the type of both moments.
@@ -110,7 +111,7 @@ class CompiledAdamW:
                 self._update_all, fullgraph=True, dynamic=False, options={"combo_kernels": True}
             )
         elif compiled:
-            self.update = torch.compile(_update, fullgraph=True, dynamic=False, options={})
+            self.update = torch.compile(_update, fullgraph=True, dynamic=False)
 
     def moments(self) -> list[torch.Tensor]:
         """Return both moments of all parameters, as flat tensors."""
@@ -140,7 +141,9 @@ class CompiledAdamW:
             flat.append(torch.cat([gradients[i].flatten() for i in self.small]))
         mean_correction = 1 - BETAS[0] ** self.count
         square_correction = 1 - BETAS[1] ** self.count
-        torch._foreach_add_(self.seeds, len(self.seeds))  # so that none ever comes twice
+        torch._foreach_add_(
+            self.seeds, len(self.seeds)
+        )  # seed i of n goes i, i + n, i + 2 n: none twice
         self.update_all(flat, factor, self.rate / mean_correction, square_correction)
 
     def _update_all(self, flat, factor, rate, square_correction):

@@ -25,10 +25,10 @@ class RecordError(UserError):
 def regular(path: Path) -> Path:
     """Return the path of a file to read, which is a regular one, a link to one, or absent.
 
-    Raises RecordError for a device, a pipe or a folder, at which a reader could wait for ever.
+    Raises RecordError for a folder, a device or a pipe. At the last a reader could wait for ever.
     """
     if path.exists() and not path.is_file():
-        raise RecordError(f"{path}: not a regular file, which alone is read and replaced here")
+        raise RecordError(f"{path}: not a regular file; only such files are read or replaced here")
     return path
 
 
@@ -61,14 +61,16 @@ def writable_folder(folder: Path) -> Path:
 def check_folder(run_dir: Path) -> None:
     """Refuse a run's folder in which a run would write through a link, or wait at a pipe for ever.
 
-    Raises RecordError where the folder is a link, or anything in it neither a file nor a folder.
+    Raises RecordError where the folder is a link, or has in it, at any depth, a link, a pipe or a
+    device.
     """
     writable_folder(run_dir)
     for folder, folder_names, file_names in os.walk(run_dir):
         for name in folder_names + file_names:
             path = Path(folder, name)
-            if path.is_symlink() or not path.is_dir():
-                writable(path)
+            if path.is_dir() and not path.is_symlink():
+                continue
+            writable(path)
 
 
 def empty_folder(run_dir: Path) -> None:
@@ -100,27 +102,35 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             stream.write(data)
             stream.flush()
             os.fsync(stream.fileno())
-        os.chmod(temporary, stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
+        # mkstemp makes a file for its owner alone; a record is for all to read, or as it was.
+        mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+        os.chmod(temporary, mode)
         os.replace(temporary, path)
     except OSError as problem:
         raise RecordError(
             f"cannot write {path}: {problem.strerror}; what was there before is intact"
         ) from problem
     finally:
-        # After os.replace it is gone, unless something came in between.
+        # It is gone where os.replace was reached, and left over after an error or Ctrl-C before.
         if temporary:
             with contextlib.suppress(OSError):
                 os.unlink(temporary)
 
 
 def open_to_write(path: Path, mode: str) -> IO:
-    """Open a file that `writable` takes, also where a link or a pipe is put there meanwhile.
+    """Open a file that `writable` lets pass, and look again once it is open.
+
+    Somebody may put a link, a pipe or a device there between the two.
 
     `mode` is that of `open`. Raises RecordError as `writable` does, and OSError as `open` does.
     """
 
     def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        handle = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(handle).st_mode):  # a device, or a pipe that somebody reads
+            os.close(handle)
+            raise RecordError(f"{name}: not a regular file; only such files are written here")
+        return handle
 
     try:
         return open(writable(path), mode, opener=opener)

@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from qa_lib.lab.app.choices import Choices, named, offered
+from qa_lib.lab.app.choices import Choices, choices_of_runs, choices_of_user
 from tests.app.server import folder_of, key_of
 from tests.material import change_record
 
@@ -25,7 +25,7 @@ def with_real_text(runs, tmp_path):
 
 
 def test_the_best_model_comes_first_and_those_of_synthetic_text_last(with_real_text):
-    found = offered(with_real_text[0])
+    found = choices_of_runs(with_real_text[0])
     assert [choice.name for choice in found[:2]] == [
         "E-packed-s2 · smoke · F1 76.0",
         "A2-s0 · smoke · F1 99.9",
@@ -34,14 +34,14 @@ def test_the_best_model_comes_first_and_those_of_synthetic_text_last(with_real_t
 
 
 def test_a_choice_has_the_threshold_of_its_record(with_real_text):
-    assert offered(with_real_text[0])[1].threshold == 3.25
+    assert choices_of_runs(with_real_text[0])[1].threshold == 3.25
 
 
 @pytest.mark.parametrize("spoilt", ["x", None, [], float("inf")])
 def test_a_run_whose_f1_is_no_number_is_not_offered(with_real_text, spoilt):
     folder, real = with_real_text
     change_record(real, quality={"best_f1": spoilt})
-    assert len(offered(folder)) == 2
+    assert len(choices_of_runs(folder)) == 2
 
 
 def test_a_key_is_no_path(runs):
@@ -53,8 +53,8 @@ def test_a_key_is_no_path(runs):
 
 def test_a_named_run_has_its_records_threshold_and_is_listed_once(runs):
     run = folder_of(runs, "A2").parent
-    (by_run,) = named([run])
-    (by_model,) = named([str(run / "model")])
+    (by_run,) = choices_of_user([run])
+    (by_model,) = choices_of_user([str(run / "model")])
     assert by_run == by_model
     assert by_run.threshold == 3.25
     assert len(Choices([by_run], runs).listed()) == 2
@@ -63,7 +63,7 @@ def test_a_named_run_has_its_records_threshold_and_is_listed_once(runs):
 def test_models_of_one_name_are_told_apart(runs, tmp_path):
     model = folder_of(runs, "A2")
     folders = [shutil.copytree(model, tmp_path / name) for name in ("one/bert", "other/bert")]
-    names = [choice.name for choice in Choices(named(folders), tmp_path).listed()]
+    names = [choice.name for choice in Choices(choices_of_user(folders), tmp_path).listed()]
     assert names == ["bert (model 1)", "bert (model 2)"]
 
 

@@ -1,6 +1,6 @@
-"""The checkpoints that can be asked: those that the user named, and those of runs that ended ok.
+"""The checkpoints that the app can put questions to: the user's, and those of runs that ended ok.
 
-Nothing here imports torch before a model is named, so that the list is there at once.
+Nothing here imports torch before the user names a model, so that the list is there at once.
 """
 
 import math
@@ -8,6 +8,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qa_lib.model.hf_checkpoint import find_folder
 from qa_lib.records.record import read_document, read_record, run_files
 from qa_lib.records.schema import QUANTIZED_SCHEMA
 
@@ -17,7 +18,7 @@ MODEL_FILES = ("model/model.safetensors", "model-*/quantized.json")
 
 @dataclass(frozen=True)
 class Choice:
-    """A checkpoint that can be asked."""
+    """A checkpoint that the app can put questions to."""
 
     # What the page calls it by. No path ever leaves the server.
     key: str
@@ -26,7 +27,7 @@ class Choice:
     folder: Path
     # Its best F1 (0 to 100); NaN where no record tells.
     f1: float = math.nan
-    # The margin of "no answer" that goes with this F1; NaN where no record tells.
+    # "No answer" is given where its score exceeds the best answer's by more; NaN: no record tells.
     threshold: float = math.nan
     # Whether it was trained on generated text, and knows no other.
     synthetic: bool = False
@@ -45,7 +46,7 @@ class Choices:
         """Return all that there are now, each with a name of its own."""
         given_folders = {choice.folder.resolve() for choice in self._given}
         choices = list(self._given)
-        for choice in offered(self._runs):
+        for choice in choices_of_runs(self._runs):
             if choice.folder.resolve() not in given_folders:
                 choices.append(choice)
         choices = _with_distinct_names(choices)
@@ -71,7 +72,7 @@ def _with_distinct_names(choices: list[Choice]) -> list[Choice]:
     return distinct
 
 
-def offered(runs: Path) -> list[Choice]:
+def choices_of_runs(runs: Path) -> list[Choice]:
     """Return the checkpoints of the runs that ended ok, the best F1 first.
 
     Those of synthetic text come last: their F1 is of another kind.
@@ -79,30 +80,31 @@ def offered(runs: Path) -> list[Choice]:
     choices = []
     for pattern in MODEL_FILES:
         for path in run_files(runs, pattern):
-            choice = _choice_of_run(path.parent)
+            choice = _choice_if_recorded(path.parent)
             if choice is not None:
                 choices.append(choice)
     return sorted(choices, key=lambda choice: (choice.synthetic, -choice.f1, choice.name))
 
 
-def named(models: list[str | Path]) -> list[Choice]:
+def choices_of_user(models: list[str | Path]) -> list[Choice]:
     """Return the checkpoints that the user named by folders, of runs or models, or by hub names.
 
     Raises UserError for a name that leads to no model, or to one that load_qa_model refuses.
     """
     if not models:
         return []
-    from qa_lib.model.hf_checkpoint import find_folder  # which imports torch
-    from qa_lib.score.predict import load_qa_model  # which imports torch
+    from qa_lib.score.predict import load_qa_model  # here, since it imports torch
 
     choices = []
     for number, model in enumerate(models, 1):
         folder = find_folder(model)
-        load_qa_model(folder)
-        choice = _choice_of_run(folder)
-        if choice is None:
-            choice = Choice(key="", name=_short_name(model), folder=folder)
-        choices.append(replace(choice, key=f"model {number}"))
+        load_qa_model(folder)  # which refuses now what could not be loaded later
+        key = f"model {number}"
+        recorded = _choice_if_recorded(folder)
+        if recorded is None:
+            choices.append(Choice(key=key, name=_short_name(model), folder=folder))
+        else:
+            choices.append(replace(recorded, key=key))
     return choices
 
 
@@ -116,8 +118,8 @@ def _short_name(model: str | Path) -> str:
     return path.name
 
 
-def _choice_of_run(folder: Path) -> Choice | None:
-    """Return the checkpoint in a run's model folder, or None where no record says it ended ok."""
+def _choice_if_recorded(folder: Path) -> Choice | None:
+    """Return the checkpoint in a model folder whose run ended ok by its record; None for others."""
     try:
         return _recorded_choice(folder)
     except (
@@ -141,18 +143,26 @@ def _recorded_choice(folder: Path) -> Choice | None:
     quality = record["quality"]
     name = f"{spec['variant']}-s{spec['seed']}"
     quantized_file = folder / "quantized.json"
-    if quantized_file.is_file():  # whose answers are others than those of the run
+    if quantized_file.is_file():  # its answers, and so its F1, are not those of the trained model
         quantized = read_document(quantized_file, QUANTIZED_SCHEMA)
         quality = quantized["after"]
         name += f" · {quantized['width']}"
     name += f" · {spec['preset']['name']} · F1 {quality['best_f1']:.1f}"
-    key = "/".join(folder.parts[-3:]).removesuffix("/model")
-    key.encode()  # raises ValueError for bytes that are no text, which no page can be sent
     return Choice(
-        key=key,
+        key=_key(folder),
         name=name,
         folder=folder,
         f1=float(quality["best_f1"]),
         threshold=float(quality["best_f1_threshold"]),
         synthetic=str(record["data"]["name"]).startswith("synthetic"),
     )
+
+
+def _key(folder: Path) -> str:
+    """Return group/run of a run's trained model, and group/run/model-8bit or so of a quantized one.
+
+    Raises ValueError for bytes that are no text, which no page can be sent.
+    """
+    key = "/".join(folder.parts[-3:]).removesuffix("/model")
+    key.encode()
+    return key

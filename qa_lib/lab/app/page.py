@@ -13,7 +13,7 @@ from starlette.applications import Starlette
 
 from qa_lib.calls import checked
 from qa_lib.lab.app.asking import ask_tab, load_ahead
-from qa_lib.lab.app.choices import Choices, named
+from qa_lib.lab.app.choices import Choices, choices_of_user
 from qa_lib.lab.app.dashboard import dashboard_tab
 from qa_lib.lab.app.gate import Page, allowed_hosts, guards
 from qa_lib.lab.app.proxies import gr, past_proxies
@@ -63,7 +63,7 @@ def app(
         hosts = ["*"]  # public links and Colab's proxy call it by other names
     else:
         hosts = allowed_hosts("127.0.0.1", "127.0.0.1")
-    demo = build(Choices(named(list(models)), Path(runs)), Path(runs), Path(figures))
+    demo = build(Choices(choices_of_user(list(models)), Path(runs)), Path(runs), Path(figures))
     with past_proxies(share):
         demo.launch(
             inline=True,
@@ -83,7 +83,7 @@ def main(args: argparse.Namespace) -> int:
 
     Raises UserError for a name that leads to no such model, and for a port that is taken.
     """
-    models = Choices(named(args.model), args.runs)
+    models = Choices(choices_of_user(args.model), args.runs)
     listener = listen(args.host, args.port)
     address, port = listener.getsockname()[:2]
     demo = build(models, args.runs, args.figures, args.max_answer_length)

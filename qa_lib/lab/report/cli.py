@@ -25,7 +25,7 @@ from qa_lib.lab.report.readme import with_results
 from qa_lib.lab.report.style import SPOILT, digest, reason
 from qa_lib.lab.report.summary import summary
 from qa_lib.lab.report.tables import terminal
-from qa_lib.packages import check_runner, environment_of_kernels
+from qa_lib.packages import check_runner, environment_of_jupyter_kernels
 from qa_lib.paths import IS_CHECKOUT, ROOT
 from qa_lib.records.archive import own_groups
 from qa_lib.records.files import writable_folder, write_atomically
@@ -226,7 +226,7 @@ def execute(notebook: str, page: Path, parameters: dict) -> None:
         # The kernel talks over files of its own, and listens on no port.
         transport = {"transport": "ipc", "ip": f"{folder}/kernel"}
         try:
-            with environment_of_kernels():
+            with environment_of_jupyter_kernels():
                 papermill.execute_notebook(
                     ROOT / notebook,
                     executed,

@@ -611,8 +611,8 @@ def fused_norms():
     "sigmoid",
     how=(
         "GELU multiplies by the normal distribution's cdf, whose logit a polynomial of three "
-        "terms meets to a fraction of half precision's rounding. A sigmoid takes it back in 23 "
-        "instructions, where the error function has 38."
+        "terms meets to a fraction of half precision's rounding. With the sigmoid of that it takes "
+        "15 instructions an element, where the error function takes 38."
     ),
     yours="model = speed_up(model)  # from qa_lib",
 )

@@ -25,7 +25,7 @@ from qa_lib.records.files import RecordError, write_atomically
 
 STEP_VALUES = ("loss", "lr", "ms")  # what a tracker gets of a line of steps.jsonl
 FIGURES = ("speed", "memory", "energy", "quality", "time")  # sections of a record that it gets
-BESIDE_RECORD = ("profile", "quantized")  # what an archive's line has that is no part of the record
+BESIDE_RECORD = ("profile", "quantized")  # what an archive adds to a record, and a table leaves out
 EVERY_S = 2.0  # seconds between two looks at the runs that are followed
 
 
@@ -35,7 +35,8 @@ def main(args: argparse.Namespace) -> int:
     With `--follow` it goes on until it is stopped.
     """
     folders = {"tensorboard": args.tensorboard, "wandb": args.wandb, "trackio": args.trackio}
-    tracker = next((name for name, folder in folders.items() if folder), None)
+    chosen = [name for name, folder in folders.items() if folder]
+    tracker = chosen[0] if chosen else None
     if args.follow and not tracker:
         raise UserError(f"--follow goes with one of {', '.join(f'--{name}' for name in TRACKERS)}")
     every = read_runs(args.runs, args.group)
@@ -92,7 +93,7 @@ def figures_of(entry: dict) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if not math.isnan(value)}
 
 
-# The trackers. Each opens a run, which has `log` and `finish`, by the tracker's module.
+# The trackers. Each begins a run there, which has `log` and `finish`, by the package's module.
 
 
 class TensorBoard:
@@ -111,7 +112,7 @@ class TensorBoard:
         self.writer.close()
 
 
-def wandb(module, folder: Path, project: str, name: str, config: dict):
+def begin_wandb_run(module, folder: Path, project: str, name: str, config: dict):
     """Return a run of Weights & Biases, offline unless $WANDB_MODE says online.
 
     The spec is its config. The figures stand at its last step, and in its summary, as everything
@@ -128,7 +129,7 @@ def wandb(module, folder: Path, project: str, name: str, config: dict):
     )
 
 
-def trackio(module, folder: Path, project: str, name: str, config: dict):
+def begin_trackio_run(module, folder: Path, project: str, name: str, config: dict):
     """Return a run of trackio: the spec is its config, the figures stand at its last step."""
     # In a context of its own, or it would end the run that was opened before; without a dashboard
     # in a notebook, and without the load of this process, which is not the run's.
@@ -143,13 +144,13 @@ def trackio(module, folder: Path, project: str, name: str, config: dict):
     )
 
 
-# What opens a run, by the option's name, which is that of the package as well.
+# What begins a run, by the name of the option, which is also the name of the package for pip.
 TRACKERS: dict[str, Callable[..., Any]] = {
     "tensorboard": TensorBoard,
-    "wandb": wandb,
-    "trackio": trackio,
+    "wandb": begin_wandb_run,
+    "trackio": begin_trackio_run,
 }
-MODULES = {"tensorboard": "torch.utils.tensorboard"}  # where it is not that of the package
+MODULES = {"tensorboard": "torch.utils.tensorboard"}  # what is imported, if not the package
 
 
 class Export:
@@ -176,14 +177,14 @@ class Export:
         Raises RecordError for steps that cannot be read.
         """
         entry = run.record
-        steps = run.steps()
+        if entry["status"] == record.STARTING:
+            return  # a driver wrote this record, and the run will write its own
         # A run that was begun anew is another run at the tracker.
         key = (entry["group"], entry["run_id"], entry["time"]["started"])
         is_new = key not in self._last_step
-        if entry["status"] == record.STARTING:
-            return  # a driver wrote this record, and the run will write its own
         if not is_new and key not in self._open:
             return  # it had ended at an earlier look
+        steps = run.steps()  # before anything is begun at the tracker, since it may raise
         if is_new:
             self._open[key] = self._begin(
                 project=entry["group"], name=entry["run_id"], config=entry["spec"]
@@ -199,6 +200,6 @@ class Export:
             at_tracker.finish()
 
     def close(self) -> None:
-        """Leave at the tracker, as far as they are, the runs that have not ended."""
+        """End at the tracker the runs that are still training; the steps sent so far stay there."""
         for at_tracker in self._open.values():
             at_tracker.finish()

@@ -13,15 +13,16 @@ from qa_lib.score.predict import answers_to, asked, load_answerer
 
 
 def main(args: argparse.Namespace) -> int:
-    """Write the four prediction files, or print the answer to one question as JSON.
+    """Write the prediction files (`Answers.write`), or print the answer to one question as JSON.
 
-    Raises UserError where a file and a question are given, or not all that one of them takes.
+    Raises UserError unless exactly one pair of options is there: DATA.json and --out, or --question
+    and --context.
     """
-    file_options = [args.data, args.out]
-    question_options = [args.question, args.context]
-    if None not in file_options and question_options == [None, None]:
+    of_file = [args.data is not None, args.out is not None]
+    of_question = [args.question is not None, args.context is not None]
+    if all(of_file) and not any(of_question):
         answer_file(args)
-    elif None not in question_options and file_options == [None, None]:
+    elif all(of_question) and not any(of_file):
         answer_question(args)
     else:
         raise UserError("predict takes either DATA.json and --out, or --question and --context")
@@ -43,6 +44,7 @@ def answer_question(args: argparse.Namespace) -> None:
     (answer,) = answers.predictions.values()
     (null_odds,) = answers.null_odds.values()
     (nbest,) = answers.nbest.values()
+    # The best answers are listed with "no answer", whose text is empty, and so have what was given.
     probability = next(entry["probability"] for entry in nbest if entry["text"] == answer)
     line = {"answer": answer, "probability": probability, "null_odds": null_odds}
     print(json.dumps(line, ensure_ascii=False))
@@ -51,7 +53,10 @@ def answer_question(args: argparse.Namespace) -> None:
 def answers_of(
     args: argparse.Namespace, source: Source, cache: Literal[False] | None, progress: bool
 ) -> Answers:
-    """Return the model's answers; `cache` and `progress` are those of `answers_to`."""
+    """Return the model's answers.
+
+    `cache` False keeps no tokenized samples; None keeps them in the usual folder.
+    """
     _ = source.examples  # bad data is told before the model takes its seconds to load
     model = load_answerer(find_folder(args.model), args.max_answer_length)
     return answers_to(source, model, cache, progress=progress)
