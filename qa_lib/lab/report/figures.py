@@ -92,7 +92,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
     Beside each bar stand its factors to the baseline, by samples/s and by kernel time, and to the
-    variant that it changes.
+    variant that it changes, or to the nearest before that one with a speed.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
@@ -106,7 +106,11 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
     code = style.code(commits(largest_micro_batch(runs)))
-    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {code}"
+    note = (
+        f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. "
+        "In brackets: what a variant is compared with where that is not the one above; "
+        f"–: not measured. {code}"
+    )
     figure = style.group_figure(
         runs, title=speed_finding(lines), note=note, height=0.34 * len(shown) + 1.75
     )
@@ -117,7 +121,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         "samples/s": speed.map(number),
         f"× {base}": shown["ratio"].map(number),
         "by kernels": shown["kernel_ratio"].map(number),
-        "× variant above": _gains(shown),
+        "× variant above": _gains(shown["variant"], lines),
         "n": shown["n"].map(str),
     }
     if shown["kernel_ratio"].isna().all():
@@ -149,19 +153,24 @@ def _draw_speeds(axis: Axes, shown: pd.DataFrame, base: str) -> None:
         axis.text(0, bar, f" {reason}", va="center", fontsize=8, parse_math=False)
 
 
-def _gains(shown: pd.DataFrame) -> list[str]:
-    """Return the speed of each line over that of the variant which it changes, as text.
+def _gains(shown: pd.Series, lines: pd.DataFrame) -> list[str]:
+    """Return the speed of each variant that is shown over that of the one it changes, as text.
 
-    That variant is named where it is not the line above.
+    Where `lines` have no speed of that, it is over that of the nearest ancestor. What it is over is
+    named where it is not the variant shown above.
     """
-    speed = shown.set_index("variant")["samples_per_s"]
+    speed = lines.set_index("variant")["samples_per_s"].dropna()
     gains = []
     above = None
-    for name in speed.index:
-        parent = VARIANTS[name].parent
-        text = number(speed[name] / speed[parent]) if parent in speed.index else MISSING
-        if parent != above and text != MISSING:
-            text += f" ({parent})"
+    for name in shown:
+        ancestor = VARIANTS[name].parent
+        while ancestor is not None and ancestor not in speed:
+            ancestor = VARIANTS[ancestor].parent
+        text = MISSING
+        if ancestor is not None and name in speed:
+            text = number(speed[name] / speed[ancestor])
+            if ancestor != above:
+                text += f" ({ancestor})"
         gains.append(text)
         above = name
     return gains
@@ -186,8 +195,9 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
         raise NotMeasured(
             "; ".join(f"{record['run_id']} is {record['status']}" for record in records)
         )
-    ends = [f"{log['loss'].iloc[-20:].mean():.2f} in {name}" for name, log in logs.items()]
-    figure = style.new_figure(f"Training loss at the end: {', '.join(ends)}", note="", height=3.2)
+    title = f"Each step of {' and '.join(logs)}: its loss, and how long it took"
+    note = "One run of each: how their losses differ at the end is chance as much as anything"
+    figure = style.new_figure(title, note if len(logs) > 1 else "", height=3.2)
     left, right = figure.subplots(1, 2)
     for name, log in logs.items():
         mean_loss = log["loss"].rolling(20, min_periods=1).mean()

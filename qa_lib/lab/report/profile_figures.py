@@ -7,6 +7,7 @@ makes them. `fig_launches` and `fig_kernels` draw the kernels of one step and of
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -145,23 +146,24 @@ def step(shown: dict[str, dict]) -> Figure:
 
 
 def _step_title(shown: dict[str, dict]) -> str:
-    """Return how long a step takes in each profile, and if the last is quicker than the first, the
-    two parts of the model that shrank most."""
+    """Return how long a step takes in each profile.
+
+    If the last is quicker than the first, the part of the model that shrank most follows.
+    """
     times = [profile["time"] for profile in shown.values()]
     durations = [
         f"{number(time['step_ms'])} ms in {name}" for name, time in zip(shown, times, strict=True)
     ]
-    title = f"A step takes {', '.join(durations)}"
+    title = f"A step takes {' and '.join(durations)}"
     first = times[0]
     last = times[-1]
     if last["step_ms"] >= first["step_ms"]:
         return title
     before = _ms_by_part(first)
     after = _ms_by_part(last)
-    shrunk = before.sub(after, fill_value=0.0).nlargest(2).index
-    ms_before = number(before[shrunk].sum())
-    ms_after = number(after.reindex(shrunk).sum())
-    return f"{title}; {' + '.join(shrunk)}: {ms_before} → {ms_after} ms"
+    part = before.sub(after, fill_value=0.0).idxmax()
+    words = part.replace("elementwise", "elementwise work")
+    return f"{title}; {number(before[part])} and {number(after.get(part, 0.0))} ms go to {words}"
 
 
 def _ms_by_part(time: dict) -> pd.Series:
@@ -240,18 +242,22 @@ def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocations(shown: dict[str, dict]) -> Figure:
-    """Draw the memory that is allocated in the course of one step, a line for each profile.
+    """Draw the memory that is allocated as one step goes on, a line for each profile.
+
+    The horizontal axis counts allocations and releases, and no time: the allocator knows when the
+    host asked, and while it keeps its history the host is several times slower than the GPU.
 
     Raises NotMeasured where no profile has memory.
     """
     shown = with_memory(shown)
-    figure = profile_figure("Memory allocated in the course of one step", shown, 3.2)
+    title = "Memory allocated as one step goes on"
+    figure = profile_figure(title, shown, 3.2)
     axis = figure.subplots()
     for name, profiled in shown.items():
-        milliseconds, mib = zip(*profiled["memory"]["timeline"], strict=True)
-        axis.plot(milliseconds, mib, label=name, linewidth=1)
+        mib = [point[1] for point in profiled["memory"]["timeline"]]
+        axis.plot(np.linspace(0, 100, len(mib)), mib, label=name, linewidth=1)
     axis.set(
-        xlabel="ms since the step's first allocation, on the host's clock",
+        xlabel="% of the step's allocations and releases, in their order",
         ylabel="MiB",
         ylim=(0, None),
     )
