@@ -26,7 +26,7 @@ from qa_lib.lab.report.format import MISSING, number
 from qa_lib.lab.report.stats import LEVEL
 from qa_lib.lab.report.summary import summary
 from qa_lib.records.archive import Run
-from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
+from qa_lib.spec.variants import BASELINES, RECOMMENDED, VARIANTS, tagged
 
 
 def timed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -199,10 +199,11 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
     note = "One run of each: how their losses differ at the end is chance as much as anything"
     figure = style.new_figure(title, note if len(logs) > 1 else "", height=3.2)
     left, right = figure.subplots(1, 2)
+    looks = style.strokes(logs, BASELINES[VARIANTS[next(iter(logs))].task])
     for name, log in logs.items():
         mean_loss = log["loss"].rolling(20, min_periods=1).mean()
-        left.plot(log["step"], mean_loss, linewidth=1, label=name)
-        right.plot(log["step"], log["ms"], linewidth=1)
+        left.plot(log["step"], mean_loss, label=name, **looks[name])
+        right.plot(log["step"], log["ms"], **looks[name])
     timed_from = records[0]["spec"]["preset"]["measure_from"]
     right.axvline(timed_from, color="0.4", linestyle="--", linewidth=1)
     left.set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")

@@ -96,11 +96,10 @@ def name_beside(
 ) -> None:
     """Write the texts of some points (x, y, text) inside of the axis, each near its point.
 
-    No text lies over another, over the line that leads to another, or over a point (x, y) of
-    `kept_free`, and no such line leads through a text, as long as there is such a place. Places
-    come first whose line leads over no point of `kept_free` either. Texts that are in `faint` are
-    grey and small. Everything else is drawn before, since the layout of the figure says where a
-    point is.
+    Where there is such a place, no text lies over another, over the line that leads to another, or
+    over a point (x, y) of `kept_free`, and the line to it leads over none of these either. Texts
+    that are in `faint` are grey and small. Everything else is drawn before, since the layout of the
+    figure says where a point is.
     """
     figure = axis.figure
     figure.draw_without_rendering()
@@ -125,14 +124,14 @@ def _free_way(
 ) -> np.ndarray:
     """Return the first of `_ways` from a point to a place that is free for a text of half a size.
 
-    There the text lies in the box `inside`, and over no box that is drawn or written. The line that
-    leads there crosses none that is written, and none that is drawn where there is such a place.
-    Without any place it is the first of all.
+    There the text lies in the box `inside`, and over no box that is drawn or written. A place comes
+    first whose line crosses none of these boxes, then one whose line crosses none that is written.
+    Where no place is free it is the first of all.
     """
     ways = list(_ways(half))
     taken = np.concatenate([drawn, written])
     free = [way for way in ways if _is_free(_box(at + way, half), inside, taken)]
-    for crossed in (taken, written):
+    for crossed in (taken, written, _array([])):
         for way in free:
             if not any(_is_over(_box(place, 0), crossed) for place in _line(at, way, half)):
                 return way

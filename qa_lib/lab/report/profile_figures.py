@@ -17,7 +17,7 @@ from qa_lib.lab.report import style
 from qa_lib.lab.report.evidence import NotMeasured, baseline, table_order
 from qa_lib.lab.report.format import number, percent
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.spec.variants import RECOMMENDED
+from qa_lib.spec.variants import BASELINES, RECOMMENDED, VARIANTS
 
 # The parts of a step -> their colours.
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
@@ -242,7 +242,7 @@ def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocations(shown: dict[str, dict]) -> Figure:
-    """Draw the memory that is allocated as one step goes on, a line for each profile.
+    """Draw the memory that is allocated as one step goes on, a line for each {variant: profile}.
 
     The horizontal axis counts allocations and releases, and no time: the allocator knows when the
     host asked, and while it keeps its history the host is several times slower than the GPU.
@@ -250,12 +250,17 @@ def allocations(shown: dict[str, dict]) -> Figure:
     Raises NotMeasured where no profile has memory.
     """
     shown = with_memory(shown)
-    title = "Memory allocated as one step goes on"
+    peaks = [
+        f"{number(max(mib for _, mib in profiled['memory']['timeline']))} MiB in {name}"
+        for name, profiled in shown.items()
+    ]
+    title = f"Within a step, the memory allocated reaches {' and '.join(peaks)}"
     figure = profile_figure(title, shown, 3.2)
     axis = figure.subplots()
+    looks = style.strokes(shown, BASELINES[VARIANTS[next(iter(shown))].task])
     for name, profiled in shown.items():
         mib = [point[1] for point in profiled["memory"]["timeline"]]
-        axis.plot(np.linspace(0, 100, len(mib)), mib, label=name, linewidth=1)
+        axis.plot(np.linspace(0, 100, len(mib)), mib, label=name, **looks[name])
     axis.set(
         xlabel="% of the step's allocations and releases, in their order",
         ylabel="MiB",

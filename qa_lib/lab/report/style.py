@@ -52,6 +52,7 @@ ENGINES = {
 }
 
 MARKERS = "osD^vP<X>*"  # of curves of one kind, in turn
+STROKES = ("-", "--", ":", "-.")  # of dense lines of one kind, in turn
 
 THOUSANDS = "{x:,g}"  # the format of numbers on axes, as tables have them
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
@@ -93,20 +94,32 @@ def looks(variants: Iterable[str], baseline: str, told: Collection[str]) -> dict
     the title speaks of, `told`, are bolder than the others, and lie above them.
     """
     names = pd.Series(list(dict.fromkeys(variants)))
-    kind_of = dict(zip(names, kinds(names, baseline), strict=True))
-    markers = {kind: itertools.cycle(MARKERS) for kind in KINDS}
+    turns = {kind: itertools.cycle(MARKERS) for kind in KINDS}
     drawn = {}
-    for name, kind in kind_of.items():
+    for name, kind in zip(names, kinds(names, baseline), strict=True):
         is_told = name in told
         drawn[name] = {
             "color": KINDS[kind],
-            "marker": next(markers[kind]),
+            "marker": next(turns[kind]),
             "markersize": 5 if is_told else 3.5,
             "linewidth": 2.0 if is_told else 1.0,
             "alpha": 1.0 if is_told else 0.6,
             "zorder": 3 if is_told else 2,
         }
     return drawn
+
+
+def strokes(variants: Iterable[str], baseline: str) -> dict[str, dict]:
+    """Return how a line of very many points is drawn for each variant, as keywords of `plot`.
+
+    The colour is that of its kind, and the stroke another for each variant of a kind.
+    """
+    names = pd.Series(list(dict.fromkeys(variants)))
+    turns = {kind: itertools.cycle(STROKES) for kind in KINDS}
+    return {
+        name: {"color": KINDS[kind], "linestyle": next(turns[kind]), "linewidth": 1.2}
+        for name, kind in zip(names, kinds(names, baseline), strict=True)
+    }
 
 
 def wrap(text: str, width: int) -> str:
@@ -124,7 +137,7 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     # A record's words may have dollars, between which matplotlib would look for formulas.
     plain = {"x": 0.01, "ha": "left", "parse_math": False}
     figure.suptitle(wrap(title, 84), fontsize=12, fontweight="bold", **plain)
-    figure.supxlabel(wrap(note, 150), fontsize=8, color="0.35", **plain)
+    figure.supxlabel(wrap(note, 145), fontsize=8, color="0.35", **plain)
     return figure
 
 
