@@ -1,6 +1,7 @@
 """The figures that several pages draw: the ladder of speeds, and a run as it went.
 
-What profiles show is drawn in profile_figures.py, and what one page alone shows in its notebook.
+What profiles show is drawn in profile_figures.py, curves over lengths and batches are in
+curve_figures.py, and what else one page alone shows in its notebook.
 A `fig_*(runs)` takes the runs of one group. Titles say the finding; a figure whose values no record
 holds raises NotMeasured.
 """
