@@ -308,7 +308,7 @@ def test_of_one_run_each_no_figure_says_whose_loss_is_lower(tmp_path):
         records.append({"run_id": folder.name, "group": "g", "status": "ok", "spec": spec})
     figure = figures.fig_run(records, tmp_path)
     assert style.title_of(figure) == "Each step of A3 and D1: its loss, and how long it took"
-    assert "is chance as much as anything" in figure.get_supxlabel()
+    assert "shows nothing" in figure.get_supxlabel()
 
 
 # Profiles, by their numbers alone.

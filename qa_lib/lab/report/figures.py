@@ -197,7 +197,7 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
             "; ".join(f"{record['run_id']} is {record['status']}" for record in records)
         )
     title = f"Each step of {' and '.join(logs)}: its loss, and how long it took"
-    note = "One run of each: how their losses differ at the end is chance as much as anything"
+    note = "One run of each: a difference of their losses at the end shows nothing."
     figure = style.new_figure(title, note if len(logs) > 1 else "", height=3.2)
     left, right = figure.subplots(1, 2)
     looks = style.strokes(logs, BASELINES[VARIANTS[next(iter(logs))].task])
