@@ -82,6 +82,20 @@ def test_a_rung_is_compared_with_what_it_changes_which_is_named_where_it_is_not_
     assert texts >= {"1.25", "0.95 (A1)"}
 
 
+def test_a_rung_is_compared_with_the_nearest_ancestor_that_has_a_speed():
+    lines = pd.DataFrame({"variant": ["A1", "A3", "A4"], "samples_per_s": [100.0, 150.0, 180.0]})
+    untimed = pd.DataFrame({"variant": ["A4-nb"], "samples_per_s": [math.nan]})
+    every = pd.concat([lines, untimed])
+    assert figures._gains(lines["variant"], every) == ["–", "1.50", "1.20"]
+
+
+def test_a_rung_is_compared_with_a_variant_that_the_ladder_does_not_show():
+    speeds = {"A1": 100.0, "A0": 90.0, "A0-sdpa": 135.0, "A0-longest": 162.0}
+    lines = pd.DataFrame({"variant": [*speeds], "samples_per_s": [*speeds.values()]})
+    shown = lines["variant"].drop(2)
+    assert figures._gains(shown, lines) == ["–", "0.90", "1.20 (A0-sdpa)"]
+
+
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
     refused("shared the GPU", figures.timed, own.assign(**{"time.wall_s": math.nan}))
 
@@ -115,7 +129,7 @@ def profiled(tmp_path, profile):
 
 def test_a_step_of_the_quickest_variant_stands_beside_the_baselines(profiled):
     title = style.title_of(profile_figures.fig_step(profiled))
-    assert title == "A step takes 7.50 ms in A1, 7.50 ms in A3"
+    assert title == "A step takes 7.50 ms in A1 and 7.50 ms in A3"
 
 
 def test_a_baselines_profile_alone_is_not_drawn(profiled):
@@ -139,7 +153,8 @@ def test_a_step_that_got_shorter_says_what_shrank(profile):
     before = with_parts(profile, attention=4.0, copies=3.0, norms_and_elementwise=9.0)
     after = with_parts(profile, attention=4.0, copies=1.0, norms_and_elementwise=0.5)
     assert style.title_of(profile_figures.step({"A1": before, "A3": after})) == (
-        "A step takes 16.0 ms in A1, 5.50 ms in A3; norms and elementwise + copies: 12.0 → 1.50 ms"
+        "A step takes 16.0 ms in A1 and 5.50 ms in A3; "
+        "9.00 and 0.50 ms go to norms and elementwise work"
     )
 
 
@@ -215,20 +230,10 @@ def test_axes_write_thousands_as_tables_do():
 
 
 @pytest.mark.parametrize(
-    ("versions", "words"), [("a, b", "Code a, b"), ("a, b, c, d", "Code a, b, and 2 more")]
+    ("versions", "words"), [("a, b", "Code a, b"), ("a, b, c, d", "Code of 4 commits")]
 )
-def test_a_caption_names_two_versions_of_the_code(versions, words):
+def test_a_caption_names_two_versions_of_the_code_and_counts_more(versions, words):
     assert style.code(versions) == words
-
-
-def test_texts_beside_an_axis_are_apart_and_inside():
-    axis = style.new_figure("Title", "", 3.0).subplots()
-    axis.set(xlim=(0, 1), ylim=(0, 1))
-    style.name_points(axis, [(1, 0.99, "top"), (1, 0.98, "next"), (1, 0.1, "low")])
-    low, second, top = [text.get_position()[1] for text in axis.texts]
-    assert low == pytest.approx(0.1)
-    assert top - second >= 0.07 - 1e-9
-    assert top <= 1
 
 
 def test_a_figure_that_cannot_be_drawn_is_a_sentence(own):
@@ -286,11 +291,24 @@ def test_a_run_is_drawn_with_its_loss_its_steps_and_where_timing_begins(tmp_path
     failed = record | {"status": "oom", "spec": {**spec, "variant": "A2"}}
     figure = figures.fig_run([record, failed], tmp_path)
     left, right = figure.axes
-    assert style.title_of(figure) == "Training loss at the end: 30.50 in A1"
+    assert style.title_of(figure) == "Each step of A1: its loss, and how long it took"
     assert left.lines[0].get_ydata()[[0, 1, 39]].tolist() == [1.0, 1.5, 30.5]
     assert right.lines[0].get_ydata()[0] == 6.0
     assert right.lines[1].get_xdata() == [7, 7]
     refused("A1-s0-x is oom", figures.fig_run, [failed], tmp_path)
+
+
+def test_of_one_run_each_no_figure_says_whose_loss_is_lower(tmp_path):
+    records = []
+    for variant in ("A3", "D1"):
+        folder = tmp_path / "g" / f"{variant}-s0-x"
+        folder.mkdir(parents=True)
+        (folder / "steps.jsonl").write_text('{"step": 1, "loss": 1.0, "ms": 5.0}\n')
+        spec = {"variant": variant, "preset": {"measure_from": 7}}
+        records.append({"run_id": folder.name, "group": "g", "status": "ok", "spec": spec})
+    figure = figures.fig_run(records, tmp_path)
+    assert style.title_of(figure) == "Each step of A3 and D1: its loss, and how long it took"
+    assert "shows nothing" in figure.get_supxlabel()
 
 
 # Profiles, by their numbers alone.
@@ -384,6 +402,15 @@ def test_memory_is_not_drawn_where_no_profile_has_any():
     refused("which a CPU has not", profile_figures.phases, {"A1": profile_of() | {"memory": None}})
 
 
+def test_allocations_are_drawn_in_their_order_and_not_by_the_hosts_clock():
+    late = [(0.0, 1.0), (50.0, 3.0), (57.0, 2.0)]
+    figure = profile_figures.allocations({"A1": profile_of(timeline=late)})
+    (axis,) = figure.axes
+    assert style.title_of(figure) == "Within a step, the memory allocated reaches 3.00 MiB in A1"
+    assert axis.lines[0].get_xydata().tolist() == [[0, 1], [50, 3], [100, 2]]
+    assert "in their order" in axis.get_xlabel()
+
+
 def runs_with_profiles(*rows):
     """Runs of (variant, micro-batch, profile) of one group."""
     table = pd.DataFrame(
@@ -457,6 +484,33 @@ def test_variants_are_told_apart_by_their_engine_and_the_baseline():
         "the Trainer",
         "plain PyTorch",
     ]
+
+
+def test_a_variant_that_the_table_has_no_longer_was_of_this_library():
+    assert style.kinds(pd.Series(["E-forgotten"]), "A1").tolist() == ["this library"]
+
+
+def test_a_curve_has_the_colour_of_its_kind_and_a_marker_of_its_own():
+    looks = style.looks(["A1", "A2", "A3", "A0", "E-plain"], "A1", told=["A3"])
+    colors = [look["color"] for look in looks.values()]
+    kinds = ["baseline", "this library", "this library", "the Trainer", "plain PyTorch"]
+    assert colors == [style.KINDS[kind] for kind in kinds]
+    assert looks["A2"]["marker"] != looks["A3"]["marker"]
+    assert looks["A3"]["linewidth"] > looks["A2"]["linewidth"]
+
+
+def test_a_dense_line_has_the_colour_of_its_kind_and_a_stroke_of_its_own():
+    looks = style.strokes(["A1", "A2", "A3"], "A1")
+    assert looks["A1"]["color"] == style.KINDS["baseline"]
+    assert looks["A2"]["color"] == looks["A3"]["color"]
+    assert looks["A2"]["linestyle"] != looks["A3"]["linestyle"]
+
+
+def test_a_legend_names_the_kinds_that_are_drawn():
+    axis = style.new_figure("Title", "", 3.0).subplots()
+    style.legend_of_kinds(axis, ["A1", "A0", "A0-sdpa"], "A1")
+    names = [text.get_text() for text in axis.get_legend().get_texts()]
+    assert names == ["baseline", "the Trainer"]
 
 
 def test_a_line_is_not_broken_before_a_percent_sign_nor_within_a_word():

@@ -89,6 +89,64 @@ def test_a_sentence_says_how_much_quicker_several_gpus_are(several):
     )
 
 
+# What a step consists of.
+
+
+def waiting_lines(*rows):
+    """Lines of (variant, GPUs, batch, speed, computing ms, waiting ms) whose steps take 10 ms."""
+    names = ["variant", "world", "batch", "speed", "busy_ms", "waiting_ms"]
+    return pd.DataFrame(rows, columns=names).assign(stages=1, step_ms=10.0)
+
+
+def test_variants_are_compared_at_one_batch_on_as_many_gpus_the_busiest_first():
+    shares = scaling.step_shares(
+        waiting_lines(
+            ("P-one-bucket", 2, 32, 1.0, 6.0, 3.0),
+            ("P-overlap", 2, 32, 1.0, 9.0, 1.0),
+            ("P-overlap", 4, 32, 1.0, 9.0, 1.0),
+        )
+    )
+    assert shares["variant"].tolist() == ["P-overlap", "P-one-bucket"]
+    assert shares["computing"].tolist() == [0.9, 0.6]
+    assert shares["idle"].tolist() == pytest.approx([0.0, 0.1])
+
+
+def test_a_pipeline_computes_where_it_has_no_bubble():
+    shares = scaling.step_shares(
+        waiting_lines(("P-gpipe", 2, 512, 1.0, 3.0, 2.0), ("P-1f1b", 2, 512, 1.0, math.nan, 1.0))
+    )
+    assert shares["bubble"].tolist() == [0.1, 0.2]
+    assert shares["computing"].tolist() == [0.9, 0.8]
+
+
+def test_a_variant_is_compared_at_the_micro_batch_at_which_it_is_quickest():
+    shares = scaling.step_shares(
+        waiting_lines(
+            ("P-one-bucket", 2, 32, 1.0, 6.0, 4.0),
+            ("P-one-bucket", 2, 32, 2.0, 8.0, 2.0),
+            ("P-overlap", 2, 32, 1.0, 9.0, 1.0),
+        )
+    )
+    assert shares["computing"].tolist() == [0.9, 0.8]
+
+
+def test_a_variant_alone_at_its_batch_is_compared_with_nobody():
+    alone = waiting_lines(("P-one-bucket", 2, 32, 1.0, 6.0, 4.0))
+    refused("no two variants for several GPUs", scaling.step_shares, alone)
+
+
+def test_a_sentence_says_for_how_much_of_a_step_a_gpu_computes():
+    shares = scaling.step_shares(
+        waiting_lines(
+            ("P-one-bucket", 2, 1024, 1.0, 6.0, 4.0), ("P-overlap", 2, 1024, 1.0, 9.0, 1.0)
+        )
+    )
+    assert scaling.waiting_finding(shares) == (
+        "With 1,024 samples a step on 2 GPUs, a GPU computes for 60.0 % (P-one-bucket) to "
+        "90.0 % (P-overlap) of it"
+    )
+
+
 # What a sample teaches.
 
 

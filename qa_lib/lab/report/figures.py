@@ -1,6 +1,7 @@
 """The figures that several pages draw: the ladder of speeds, and a run as it went.
 
-What profiles show is drawn in profile_figures.py, and what one page alone shows in its notebook.
+What profiles show is drawn in profile_figures.py, curves over lengths and batches are in
+curve_figures.py, and what else one page alone shows in its notebook.
 A `fig_*(runs)` takes the runs of one group. Titles say the finding; a figure whose values no record
 holds raises NotMeasured.
 """
@@ -26,7 +27,7 @@ from qa_lib.lab.report.format import MISSING, number
 from qa_lib.lab.report.stats import LEVEL
 from qa_lib.lab.report.summary import summary
 from qa_lib.records.archive import Run
-from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
+from qa_lib.spec.variants import BASELINES, RECOMMENDED, VARIANTS, tagged
 
 
 def timed(runs: pd.DataFrame) -> pd.DataFrame:
@@ -92,7 +93,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
     Beside each bar stand its factors to the baseline, by samples/s and by kernel time, and to the
-    variant that it changes.
+    variant that it changes, or to the nearest before that one with a speed.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
@@ -106,7 +107,11 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
     code = style.code(commits(largest_micro_batch(runs)))
-    note = f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. {code}"
+    note = (
+        f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. "
+        "In brackets: what a variant is compared with where that is not the one above; "
+        f"–: not measured. {code}"
+    )
     figure = style.group_figure(
         runs, title=speed_finding(lines), note=note, height=0.34 * len(shown) + 1.75
     )
@@ -117,7 +122,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         "samples/s": speed.map(number),
         f"× {base}": shown["ratio"].map(number),
         "by kernels": shown["kernel_ratio"].map(number),
-        "× variant above": _gains(shown),
+        "× variant above": _gains(shown["variant"], lines),
         "n": shown["n"].map(str),
     }
     if shown["kernel_ratio"].isna().all():
@@ -149,19 +154,24 @@ def _draw_speeds(axis: Axes, shown: pd.DataFrame, base: str) -> None:
         axis.text(0, bar, f" {reason}", va="center", fontsize=8, parse_math=False)
 
 
-def _gains(shown: pd.DataFrame) -> list[str]:
-    """Return the speed of each line over that of the variant which it changes, as text.
+def _gains(shown: pd.Series, lines: pd.DataFrame) -> list[str]:
+    """Return the speed of each variant that is shown over that of the one it changes, as text.
 
-    That variant is named where it is not the line above.
+    Where `lines` have no speed of that, it is over that of the nearest ancestor. What it is over is
+    named where it is not the variant shown above.
     """
-    speed = shown.set_index("variant")["samples_per_s"]
+    speed = lines.set_index("variant")["samples_per_s"].dropna()
     gains = []
     above = None
-    for name in speed.index:
-        parent = VARIANTS[name].parent
-        text = number(speed[name] / speed[parent]) if parent in speed.index else MISSING
-        if parent != above and text != MISSING:
-            text += f" ({parent})"
+    for name in shown:
+        ancestor = VARIANTS[name].parent
+        while ancestor is not None and ancestor not in speed:
+            ancestor = VARIANTS[ancestor].parent
+        text = MISSING
+        if ancestor is not None and name in speed:
+            text = number(speed[name] / speed[ancestor])
+            if ancestor != above:
+                text += f" ({ancestor})"
         gains.append(text)
         above = name
     return gains
@@ -186,13 +196,15 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
         raise NotMeasured(
             "; ".join(f"{record['run_id']} is {record['status']}" for record in records)
         )
-    ends = [f"{log['loss'].iloc[-20:].mean():.2f} in {name}" for name, log in logs.items()]
-    figure = style.new_figure(f"Training loss at the end: {', '.join(ends)}", note="", height=3.2)
+    title = f"Each step of {' and '.join(logs)}: its loss, and how long it took"
+    note = "One run of each: a difference of their losses at the end shows nothing."
+    figure = style.new_figure(title, note if len(logs) > 1 else "", height=3.2)
     left, right = figure.subplots(1, 2)
+    looks = style.strokes(logs, BASELINES[VARIANTS[next(iter(logs))].task])
     for name, log in logs.items():
         mean_loss = log["loss"].rolling(20, min_periods=1).mean()
-        left.plot(log["step"], mean_loss, linewidth=1, label=name)
-        right.plot(log["step"], log["ms"], linewidth=1)
+        left.plot(log["step"], mean_loss, label=name, **looks[name])
+        right.plot(log["step"], log["ms"], **looks[name])
     timed_from = records[0]["spec"]["preset"]["measure_from"]
     right.axvline(timed_from, color="0.4", linestyle="--", linewidth=1)
     left.set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")

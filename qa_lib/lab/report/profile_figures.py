@@ -7,6 +7,7 @@ makes them. `fig_launches` and `fig_kernels` draw the kernels of one step and of
 
 from collections.abc import Sequence
 
+import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ from qa_lib.lab.report import style
 from qa_lib.lab.report.evidence import NotMeasured, baseline, table_order
 from qa_lib.lab.report.format import number, percent
 from qa_lib.measure.trace import PARTS, PHASES
-from qa_lib.spec.variants import RECOMMENDED
+from qa_lib.spec.variants import BASELINES, RECOMMENDED, VARIANTS
 
 # The parts of a step -> their colours.
 PART_COLORS = dict(zip(PARTS, sns.color_palette("colorblind", len(PARTS)), strict=True))
@@ -145,23 +146,24 @@ def step(shown: dict[str, dict]) -> Figure:
 
 
 def _step_title(shown: dict[str, dict]) -> str:
-    """Return how long a step takes in each profile, and if the last is quicker than the first, the
-    two parts of the model that shrank most."""
+    """Return how long a step takes in each profile.
+
+    If the last is quicker than the first, the part of the model that shrank most follows.
+    """
     times = [profile["time"] for profile in shown.values()]
     durations = [
         f"{number(time['step_ms'])} ms in {name}" for name, time in zip(shown, times, strict=True)
     ]
-    title = f"A step takes {', '.join(durations)}"
+    title = f"A step takes {' and '.join(durations)}"
     first = times[0]
     last = times[-1]
     if last["step_ms"] >= first["step_ms"]:
         return title
     before = _ms_by_part(first)
     after = _ms_by_part(last)
-    shrunk = before.sub(after, fill_value=0.0).nlargest(2).index
-    ms_before = number(before[shrunk].sum())
-    ms_after = number(after.reindex(shrunk).sum())
-    return f"{title}; {' + '.join(shrunk)}: {ms_before} → {ms_after} ms"
+    part = before.sub(after, fill_value=0.0).idxmax()
+    words = part.replace("elementwise", "elementwise work")
+    return f"{title}; {number(before[part])} and {number(after.get(part, 0.0))} ms go to {words}"
 
 
 def _ms_by_part(time: dict) -> pd.Series:
@@ -240,18 +242,27 @@ def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
 
 
 def allocations(shown: dict[str, dict]) -> Figure:
-    """Draw the memory that is allocated in the course of one step, a line for each profile.
+    """Draw the memory that is allocated as one step goes on, a line for each {variant: profile}.
+
+    The horizontal axis counts allocations and releases, and no time: the allocator knows when the
+    host asked, and while it keeps its history the host is several times slower than the GPU.
 
     Raises NotMeasured where no profile has memory.
     """
     shown = with_memory(shown)
-    figure = profile_figure("Memory allocated in the course of one step", shown, 3.2)
+    peaks = [
+        f"{number(max(mib for _, mib in profiled['memory']['timeline']))} MiB in {name}"
+        for name, profiled in shown.items()
+    ]
+    title = f"Within a step, the memory allocated reaches {' and '.join(peaks)}"
+    figure = profile_figure(title, shown, 3.2)
     axis = figure.subplots()
+    looks = style.strokes(shown, BASELINES[VARIANTS[next(iter(shown))].task])
     for name, profiled in shown.items():
-        milliseconds, mib = zip(*profiled["memory"]["timeline"], strict=True)
-        axis.plot(milliseconds, mib, label=name, linewidth=1)
+        mib = [point[1] for point in profiled["memory"]["timeline"]]
+        axis.plot(np.linspace(0, 100, len(mib)), mib, label=name, **looks[name])
     axis.set(
-        xlabel="ms since the step's first allocation, on the host's clock",
+        xlabel="% of the step's allocations and releases, in their order",
         ylabel="MiB",
         ylim=(0, None),
     )

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import pandas as pd
 
 from qa_lib.lab.report import evidence
-from qa_lib.lab.report.format import factor, number
+from qa_lib.lab.report.format import factor, number, percent
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.summary import average
 from qa_lib.spec.variants import VARIANTS, tagged
@@ -164,6 +164,62 @@ def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None,
             quickest = of_variant.xs(speeds.idxmax(), level="micro_batch")
             return name, quickest.droplevel(["world", "stages", "batch"])
     return None, nothing
+
+
+# What a step consists of.
+
+PARTS = ("computing", "communicating", "bubble", "idle")
+
+
+def step_shares(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return which share of a step each of PARTS takes, at each batch on as many GPUs.
+
+    A line has WHERE, batch and PARTS. Lines of `scaling` of which waiting was measured count, each
+    variant at the micro-batch at which it is quickest, and where two or more variants can be
+    compared. They are sorted by batch, GPUs and the share that computes, the largest first.
+
+    What a GPU computes and waits is of other steps than the step's duration, so that the parts are
+    shares of their sum.
+
+    Raises NotMeasured where no two variants have their waiting measured at one batch.
+    """
+    told = lines[evidence.is_parallel(lines["variant"])].dropna(subset=["step_ms", "waiting_ms"])
+    quickest = told.groupby([*WHERE, "batch"])["speed"].idxmax()
+    told = told.loc[sorted(quickest)].reset_index(drop=True)
+    told = told[told.groupby(["batch", "world"])["variant"].transform("size") > 1]
+    if told.empty:
+        raise evidence.NotMeasured(
+            "no two variants for several GPUs have their waiting measured at one batch"
+        )
+    is_pipeline = told["variant"].map(lambda name: VARIANTS[name].settings.parallel) == "pipeline"
+    not_waiting_ms = told["step_ms"] - told["waiting_ms"]
+    # A pipeline's waiting was measured, and not what its stages compute.
+    computing_ms = told["busy_ms"].mask(is_pipeline).fillna(not_waiting_ms)
+    parts = pd.DataFrame(
+        {
+            "computing": computing_ms,
+            "communicating": told["waiting_ms"].mask(is_pipeline),
+            "bubble": told["waiting_ms"].where(is_pipeline),
+            "idle": (not_waiting_ms - computing_ms).clip(lower=0.0),
+        }
+    ).fillna(0.0)
+    shares = parts.div(parts.sum(axis="columns"), axis="index")
+    table = told[[*WHERE, "batch"]].join(shares)
+    order = ["batch", "world", "computing"]
+    return table.sort_values(order, ascending=[True, True, False], ignore_index=True)
+
+
+def waiting_finding(shares: pd.DataFrame) -> str:
+    """Return between which shares of a step a GPU computes, where most variants are compared."""
+    parts = [part for _, part in shares.groupby(["batch", "world"])]
+    most = max(parts, key=len).set_index("variant")
+    batch, world = most[["batch", "world"]].iloc[0]
+    computing = most["computing"]
+    return (
+        f"With {batch:,} samples a step on {world} GPUs, a GPU computes for "
+        f"{percent(computing.min())} ({computing.idxmin()}) to {percent(computing.max())} "
+        f"({computing.idxmax()}) of it"
+    )
 
 
 # Lines that are compared.

@@ -3,14 +3,13 @@
 import contextlib
 import hashlib
 import io
+import itertools
 import json
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
-from operator import itemgetter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
 import matplotlib.style
-import numpy as np
 import pandas as pd
 import seaborn as sns
 from matplotlib.axes import Axes
@@ -35,7 +34,8 @@ NOTEBOOK_DPI = 100
 COLORBLIND = sns.color_palette("colorblind")  # safe for the common colour-vision deficiencies
 BLUE, ORANGE, GREEN, RED, *_ = COLORBLIND
 GREY = "0.6"
-# The kinds of variants that a figure tells apart -> their colours.
+# The kinds of variants -> their colours. A variant has that of its kind in every figure; what tells
+# variants of one kind apart are names and markers (see `looks`).
 KINDS = {
     "baseline": GREEN,
     "this library": BLUE,
@@ -50,6 +50,9 @@ ENGINES = {
     "plain": "plain PyTorch",
     "searched": "plain PyTorch",
 }
+
+MARKERS = "osD^vP<X>*"  # of curves of one kind, in turn
+STROKES = ("-", "--", ":", "-.")  # of dense lines of one kind, in turn
 
 THOUSANDS = "{x:,g}"  # the format of numbers on axes, as tables have them
 CPU_CAVEAT = "CPU speeds prove the plumbing only and say nothing about GPUs"
@@ -76,9 +79,47 @@ def style() -> contextlib.AbstractContextManager:
 
 
 def kinds(variants: pd.Series, baseline: str) -> pd.Series:
-    """Return which of KINDS each variant is."""
+    """Return which of KINDS each variant is.
+
+    One that the variants table has no longer was of this library.
+    """
     by_engine = {name: ENGINES[variant.settings.engine] for name, variant in VARIANTS.items()}
-    return variants.map(by_engine | {baseline: "baseline"})
+    return variants.map(by_engine | {baseline: "baseline"}).fillna("this library")
+
+
+def looks(variants: Iterable[str], baseline: str, told: Collection[str]) -> dict[str, dict]:
+    """Return how the curve of each variant is drawn, as keywords of matplotlib's `plot`.
+
+    The colour is that of its kind, and the marker another for each variant of a kind. Curves that
+    the title speaks of, `told`, are bolder than the others, and lie above them.
+    """
+    names = pd.Series(list(dict.fromkeys(variants)))
+    turns = {kind: itertools.cycle(MARKERS) for kind in KINDS}
+    drawn = {}
+    for name, kind in zip(names, kinds(names, baseline), strict=True):
+        is_told = name in told
+        drawn[name] = {
+            "color": KINDS[kind],
+            "marker": next(turns[kind]),
+            "markersize": 5 if is_told else 3.5,
+            "linewidth": 2.0 if is_told else 1.0,
+            "alpha": 1.0 if is_told else 0.6,
+            "zorder": 3 if is_told else 2,
+        }
+    return drawn
+
+
+def strokes(variants: Iterable[str], baseline: str) -> dict[str, dict]:
+    """Return how a line of very many points is drawn for each variant, as keywords of `plot`.
+
+    The colour is that of its kind, and the stroke another for each variant of a kind.
+    """
+    names = pd.Series(list(dict.fromkeys(variants)))
+    turns = {kind: itertools.cycle(STROKES) for kind in KINDS}
+    return {
+        name: {"color": KINDS[kind], "linestyle": next(turns[kind]), "linewidth": 1.2}
+        for name, kind in zip(names, kinds(names, baseline), strict=True)
+    }
 
 
 def wrap(text: str, width: int) -> str:
@@ -96,7 +137,7 @@ def new_figure(title: str, note: str, height: float) -> Figure:
     # A record's words may have dollars, between which matplotlib would look for formulas.
     plain = {"x": 0.01, "ha": "left", "parse_math": False}
     figure.suptitle(wrap(title, 84), fontsize=12, fontweight="bold", **plain)
-    figure.supxlabel(wrap(note, 140), fontsize=8, color="0.35", **plain)
+    figure.supxlabel(wrap(note, 145), fontsize=8, color="0.35", **plain)
     return figure
 
 
@@ -116,13 +157,12 @@ def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Fi
 def code(versions: str) -> str:
     """Return for a caption the versions of the code that `evidence.commits` returned.
 
-    More than two are shortened to 'Code a, b, and 2 more'.
+    Of more than two it says how many they are: 'Code of 4 commits'.
     """
     names = versions.split(", ")
-    more = len(names) - 2
-    if more > 0:
-        names = [*names[:2], f"and {more} more"]
-    return f"Code {', '.join(names)}"
+    if len(names) > 2:
+        return f"Code of {len(names)} commits"
+    return f"Code {versions}"
 
 
 def title_of(figure: Figure) -> str:
@@ -151,6 +191,17 @@ def legend(axis: Axes, height: float = 1.0) -> None:
     )
 
 
+def legend_of_kinds(
+    axis: Axes, variants: Iterable[str], baseline: str, height: float = 1.0
+) -> None:
+    """Draw a legend of the colours of those KINDS that some variants are of (see `legend`)."""
+    shown = set(kinds(pd.Series(list(variants)), baseline))
+    for kind, color in KINDS.items():
+        if kind in shown:
+            axis.plot([], [], "o", color=color, label=kind)
+    legend(axis, height)
+
+
 def name_bars(axis: Axes, names: Sequence[str]) -> None:
     """Name bars 0, 1, ... of a horizontal bar chart, which count from the top down."""
     axis.set_yticks(range(len(names)), names, fontsize=8)
@@ -177,46 +228,6 @@ def columns(axis: Axes, table: dict[str, Iterable[str]]) -> None:
             axis.annotate(
                 text, (1, bar), (right, 0), xycoords=level_with_bar, va="center", **style_of_text
             )
-
-
-def name_points(axis: Axes, points: Iterable[tuple[float, float, str]]) -> None:
-    """Write the texts of some points (x, y, text) right of the axis, with a line from each.
-
-    The texts stand in the order of their points' heights and apart from each other.
-    """
-    points = sorted(points, key=itemgetter(1))
-    pixels = [axis.transData.transform((x, y))[1] for x, y, _ in points]
-    line = {
-        "arrowstyle": "-",
-        "color": "0.5",
-        "linewidth": 0.6,
-        "shrinkA": 0,
-        "shrinkB": 4,
-        "relpos": (0, 0.5),
-    }
-    for (x, y, text), height in zip(points, _apart(axis, pixels), strict=True):
-        axis.annotate(
-            text,
-            (x, y),
-            (1.02, height),
-            textcoords="axes fraction",
-            fontsize=8,
-            va="center",
-            arrowprops=line,
-        )
-
-
-def _apart(axis: Axes, pixels: Sequence[float], least: float = 0.07) -> np.ndarray:
-    """Return rising heights in pixels as shares of the axis, moved apart by a share of `least`.
-
-    Each stays at its height or moves up, and all stay inside of the axis.
-    """
-    bottom = axis.transAxes.transform((0, 0))[1]
-    top = axis.transAxes.transform((0, 1))[1]
-    shares = (np.array(pixels) - bottom) / (top - bottom)
-    steps = least * np.arange(len(pixels))
-    moved = np.maximum.accumulate(shares - steps) + steps
-    return np.minimum(moved, 1 - steps[::-1])
 
 
 def stack(axis: Axes, table: pd.DataFrame, colors: dict[str, str]) -> None:
