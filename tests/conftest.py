@@ -28,6 +28,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of several workers would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# jsonschema, which nbformat imports, does without it. It makes 38 grammars, which takes a second.
+sys.modules["rfc3987_syntax"] = None
+
+
+def pytest_configure(config):
+    """Let all workers of pytest-xdist fork from one server, which imports while they collect."""
+    if sys.version_info >= (3, 14):  # whose servers ask for a key
+        return
+    from tests import warm
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        warm.share(os.environ["WARM_SERVER"])
+    elif config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["WARM_SERVER"] = warm.address()
 
 
 def slow(*values, **more):

@@ -21,9 +21,10 @@ SERVER.set_forkserver_preload(
 
 
 def address() -> str:
-    """Return where the server listens; start it if need be."""
-    forkserver.ensure_running()
-    return forkserver._forkserver._forkserver_address
+    """Return where the server listens; start it if need be, unless that of another is shared."""
+    server = forkserver._forkserver
+    server.ensure_running()
+    return server._forkserver_address
 
 
 def share(address: str) -> None:
