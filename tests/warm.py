@@ -16,7 +16,13 @@ from qa_lib.lab.launch.warm import SERVER
 
 ROOT = Path(__file__).parent.parent
 SERVER.set_forkserver_preload(
-    ["qa_lib.lab.launch.preload", "qa_lib.lab.sweep", "qa_lib.train.trainer", "tests.ranks"]
+    [
+        "qa_lib.lab.launch.preload",
+        "qa_lib.lab.sweep",
+        "qa_lib.train.trainer",
+        "qa_lib.lab.app.page",
+        "tests.ranks",
+    ]
 )
 
 
