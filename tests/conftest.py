@@ -28,6 +28,21 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 if "PYTEST_XDIST_WORKER" in os.environ:
     # Threads of several workers would wait for each other.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# jsonschema, which nbformat imports, does without it. It makes 38 grammars, which takes a second.
+sys.modules["rfc3987_syntax"] = None
+
+
+def pytest_configure(config):
+    """Let all workers of pytest-xdist fork from one server, which imports while they collect."""
+    if sys.version_info >= (3, 14):  # whose servers ask for a key
+        return
+    from tests import warm
+
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        warm.share(os.environ["WARM_SERVER"])
+    elif config.getoption("numprocesses", None):
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+        os.environ["WARM_SERVER"] = warm.address()
 
 
 def slow(*values, **more):
@@ -121,25 +136,37 @@ def swept(tmp_path_factory):
     return lab
 
 
-# The files that take longest come first, so that workers end together. front_door comes after
-# those of the app, for whose run it waits.
+# The files that take longest come first, so that workers end together. Those of the app come before
+# front_door, which waits for their run.
 LONGEST = [
     "test_asking",
+    "test_fp8",
     "test_sweep",
+    "test_parallel",
     "test_together",
     "test_serving",
-    "test_front_door",
-    "test_dashboard",
-    "test_parallel",
-    "test_gate",
-    "test_kills",
     "test_train",
     "test_fit",
+    "test_queue",
+    "test_packages",
+    "test_speed_up",
     "test_recommend",
+    "test_front_door",
+    "test_dashboard",
+    "test_lm",
+    "test_trainer",
+    "test_readme",
+    "test_architectures",
+    "test_gate",
+    "test_kills",
+    "test_settings",
+    "test_readme_results",
+    "test_quickest_size",
+    "test_own_code",
+    "test_slurm",
+    "test_report",
     "test_signals",
     "test_packing",
-    "test_architectures",
-    "test_lm",
 ]
 
 

@@ -13,7 +13,7 @@ from qa_lib.spec.settings import Settings
 
 # Draws of a combination with a pair, the best of which is taken. Where all fail, up to ten times as
 # many follow until one succeeds.
-TRIES = 30
+TRIES = 12
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Settings)}
 

@@ -263,10 +263,19 @@ def test_one_kernel_turns_8_bits(shape):
 # The linear layers before and after attention.
 
 
+def in_bf16(variant: str, folder=None, **settings) -> tuple:
+    """What `packed_model` returns of a variant, the model in bf16.
+
+    A row holds two samples: PyTorch's product in 8 bits takes long on a CPU.
+    """
+    settings |= {"micro_batch": 2}
+    model, packed, inputs = packed_model(planned(variant, settings=settings, model=folder))
+    return model.bfloat16(), packed, inputs
+
+
 def loss_and_gradients(variant: str, folder=None, compiles=False, **settings) -> dict:
     """The loss of a model of that variant in bf16 and its gradients by name; seeds are equal."""
-    model, packed, inputs = packed_model(planned(variant, settings=settings, model=folder))
-    model.bfloat16()
+    model, packed, inputs = in_bf16(variant, folder, **settings)
     torch.manual_seed(5)
     renew(model)
     if compiles:
@@ -303,8 +312,7 @@ def test_every_linear_layer_of_a_block_can_have_8_bits(variant, in_8_bits, monke
     products = []
     real = torch._scaled_mm
     monkeypatch.setattr(torch, "_scaled_mm", lambda *x, **y: products.append(1) or real(*x, **y))
-    model, packed, inputs = packed_model(planned(variant))
-    model.bfloat16()
+    model, packed, inputs = in_bf16(variant)
     loss = packed(**inputs).loss
     assert len(products) == in_8_bits * len(layers_of(model))
     loss.backward()
@@ -431,8 +439,7 @@ def launches(monkeypatch) -> list:
 def test_on_a_gpu_a_step_casts_one_operand_and_weights_of_one_shape_at_once(
     kind, variant, shapes, tmp_path, request
 ):
-    model, packed, inputs = packed_model(planned(variant, model=checkpoint(kind, tmp_path)))
-    model.bfloat16()
+    model, packed, inputs = in_bf16(variant, checkpoint(kind, tmp_path))
     launches = request.getfixturevalue("launches")
 
     def forward() -> torch.Tensor:

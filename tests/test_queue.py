@@ -296,9 +296,13 @@ class Queue:
         self.let_runs()
 
     def let_runs(self, **more):
-        """Let each run be a process of tests.small with these words, such as its pause."""
+        """Let each run be a process of tests.small with these words, such as its pause.
+
+        It is forked from a warm one: what the verb starts by itself takes seconds to import.
+        """
         command = functools.partial(small.pretend_command, **more)
-        self.patch.setattr(verb, "TimedLauncher", functools.partial(TimedLauncher, command=command))
+        launcher = functools.partial(TimedLauncher, command=command, warm=True)
+        self.patch.setattr(verb, "TimedLauncher", launcher)
 
     def run(self, *words, code=0):
         """Run the verb, and return which runs ended, such as 'A1 seed 0: ok'."""

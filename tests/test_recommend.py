@@ -4,7 +4,7 @@ import dataclasses
 import importlib
 import math
 import pkgutil
-from functools import partial
+from functools import cache, partial
 from unittest.mock import Mock
 
 import pytest
@@ -69,6 +69,22 @@ CONFIGS = {
     ),
     "distilbert": DistilBertConfig(),
 }
+
+
+@cache
+def committed_in(folder, task, group):
+    """The committed records of a folder by variant, read once."""
+    return history.committed_records(task, group)
+
+
+@pytest.fixture(autouse=True)
+def reads_committed_records_once(monkeypatch):
+    """Keep the committed records, which each choice would read for a fifth of a second."""
+
+    def committed_records(task, group=None):
+        return committed_in(history.COMMITTED, task, group)
+
+    monkeypatch.setattr(recommend, "committed_records", committed_records)
 
 
 @pytest.fixture

@@ -16,14 +16,21 @@ from qa_lib.lab.launch.warm import SERVER
 
 ROOT = Path(__file__).parent.parent
 SERVER.set_forkserver_preload(
-    ["qa_lib.lab.launch.preload", "qa_lib.lab.sweep", "qa_lib.train.trainer", "tests.ranks"]
+    [
+        "qa_lib.lab.launch.preload",
+        "qa_lib.lab.sweep",
+        "qa_lib.train.trainer",
+        "qa_lib.lab.app.page",
+        "tests.ranks",
+    ]
 )
 
 
 def address() -> str:
-    """Return where the server listens; start it if need be."""
-    forkserver.ensure_running()
-    return forkserver._forkserver._forkserver_address
+    """Return where the server listens; start it if need be, unless that of another is shared."""
+    server = forkserver._forkserver
+    server.ensure_running()
+    return server._forkserver_address
 
 
 def share(address: str) -> None:

@@ -60,14 +60,17 @@ def generated(name: str, split: str, mark: str = "") -> Origin:
         raise DataError(
             f"{name!r}: write synthetic: and a number of questions, as in synthetic:2000"
         )
-    document = partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
+    arguments = int(count), SYNTHETIC_SEEDS[split]
+    return Origin(
+        partial(_digest_of_generated, *arguments, mark), partial(synthetic_squad, *arguments)
+    )
 
-    @cache
-    def digest() -> str:
-        content = mark + json.dumps(document(), sort_keys=True)
-        return hashlib.sha256(content.encode()).hexdigest()
 
-    return Origin(digest, document)
+@cache
+def _digest_of_generated(n: int, seed: int, mark: str) -> str:
+    """Return the hash of a generated document and a mark; every plan of a process asks for it."""
+    content = mark + json.dumps(synthetic_squad(n, seed), sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()
 
 
 def saved_table(folder: Path, split: str, wanted: str) -> Origin:

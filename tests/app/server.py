@@ -49,7 +49,8 @@ class Server:
     def __init__(self, runs: Path):
         self.log = runs.parent / "log"  # what it prints
         self.touched = runs.parent / "touched"  # a line for each of TOUCHES
-        self.process = SERVER.Process(target=_serve, args=(self.log, self.touched, runs))
+        given = (self.log, self.touched, runs, dict(os.environ))
+        self.process = SERVER.Process(target=_serve, args=given)
         self.process.start()
         wait_for(self._has_printed_a_line_or_ended)
         self.address = re.search(r"http://127\.0\.0\.1:\d+", self.log.read_text()).group()
@@ -125,8 +126,12 @@ class Server:
         self.process.join(within_s)
 
 
-def _serve(log: Path, touched: Path, runs: Path) -> None:
-    """Run the app in this process: what it prints goes to one file, what it touches to another."""
+def _serve(log: Path, touched: Path, runs: Path, environment: dict[str, str]) -> None:
+    """Run the app in this process, in that environment.
+
+    What it prints goes to one file, and what it touches to another.
+    """
+    os.environ.update(environment)
     append = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     for stream in (1, 2):
         os.dup2(os.open(log, append), stream)
