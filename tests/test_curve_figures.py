@@ -59,7 +59,7 @@ def test_speed_over_lengths_is_that_of_the_quickest_against_the_baseline():
 
 def test_without_the_baseline_speed_is_in_samples_a_second():
     figure = drawn(table(*CURVES[2:]), "length", "speed")
-    assert style.title_of(figure) == "A2 trains 200 samples/s at 128 tokens, 150 at 512"
+    assert style.title_of(figure) == "A2 reaches 200 samples/s at 128 tokens, 150 at 512"
 
 
 def test_speed_over_batches_is_against_the_quickest_rival():

@@ -137,7 +137,7 @@ def _speed_finding(part: pd.DataFrame, size: Size, base: str) -> Finding:
         return Finding(title, [best, base], note)
     low, high = own.index[[0, -1]]
     title = (
-        f"{best} trains {number(own[low])} samples/s at {low:,} {UNITS[size]}, "
+        f"{best} reaches {number(own[low])} samples/s at {low:,} {UNITS[size]}, "
         f"{number(own[high])} at {high:,}"
     )
     return Finding(title, [best], note)
