@@ -17,7 +17,7 @@ from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused
-from tests.report_runs import make
+from tests.report_runs import gpu_runs, make
 from tests.tiny import H200
 
 # Several GPUs.
@@ -218,31 +218,6 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
 
 
 # Lines of several GPUs, of runs that are columns alone.
-
-
-def gpu_runs(*lines):
-    """Runs that ended ok: (variant, GPUs, batch, micro-batch, samples/s, other columns)."""
-    rows = []
-    for variant, world, batch, micro_batch, speed, more in lines:
-        rows.append({
-            "spec.variant": variant,
-            "spec.seed": 0,
-            "spec.hardware": "h200",
-            "status": "ok",
-            "model": "bert",
-            "precision": "own",
-            "length": 384,
-            "training": "",
-            "world": world,
-            "stages": 1,
-            "batch": batch,
-            "micro_batch": micro_batch,
-            "speed.samples_per_s": speed,
-            "code.commit": "a",
-            "code": "a",
-            **more,
-        })  # fmt: skip
-    return pd.DataFrame(rows)
 
 
 def line_of(runs, variant):

@@ -467,6 +467,7 @@ def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped_and_is_never_fini
             "4 processes do not divide the 2 micro-batches of a step at preset 'smoke'",
         ),
         ("P1", {"stages": 2}, "P1 is no pipeline"),
+        ("P-gpipe", {"world": 1}, "P-gpipe is a pipeline, and one process makes none"),
         ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
         (
             "P-1f1b",

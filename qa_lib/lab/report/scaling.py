@@ -90,13 +90,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where no run of a variant for several GPUs has ended ok.
     """
-    done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
-    conditions = done.groupby(["model", "precision", "length", "training"], dropna=False)
-    done = max([part for _, part in conditions], key=len, default=done)
-    if not evidence.is_parallel(done["spec.variant"]).any():
-        raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
-    values = _measured(done)
-    lines = average(values.drop(columns="code"), KEYS).sort_index().reset_index()
+    values = by_seed(runs)
+    lines = average(values.drop(columns=["code", "run_id"]), KEYS).sort_index().reset_index()
     lines = evidence.in_table_order(lines.set_index("variant")).reset_index()
     bubble_ms = lines["bubble"] * lines["step_ms"]
     # One GPU has nobody to communicate with.
@@ -106,8 +101,16 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     return lines.join(pd.DataFrame([_efficiencies(timed, line) for _, line in lines.iterrows()]))
 
 
-def _measured(done: pd.DataFrame) -> pd.DataFrame:
-    """Return the values that `scaling` averages, and `code`, indexed by KEYS and seed."""
+def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the values that `scaling` averages, `code` and `run_id`, indexed by KEYS and seed.
+
+    Raises NotMeasured where no run of a variant for several GPUs has ended ok.
+    """
+    done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
+    conditions = done.groupby(["model", "precision", "length", "training"], dropna=False)
+    done = max([part for _, part in conditions], key=len, default=done)
+    if not evidence.is_parallel(done["spec.variant"]).any():
+        raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
     values = evidence.numbers(done, MEASURES)
     peaks = done.filter(regex=f"^({PEAKS})$").astype(float)
     values["peak_mib"] = peaks.max(axis="columns")
@@ -116,6 +119,7 @@ def _measured(done: pd.DataFrame) -> pd.DataFrame:
         slowest = of_processes.max(axis="columns")
         values[name] = slowest / of_processes.min(axis="columns") - 1
     values["code"] = done["code"]
+    values["run_id"] = done["run_id"]
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})
     index = pd.MultiIndex.from_frame(keys[[*KEYS, "seed"]])
     return values.set_index(index).sort_index()
