@@ -89,6 +89,28 @@ def test_a_sentence_says_how_much_quicker_several_gpus_are(several):
     )
 
 
+def test_a_table_has_a_line_a_variant_the_quickest_first_at_equal_samples_a_gpu():
+    exposed = {"parallel.exposed_ms": 3.0, "memory.peak_alloc_mib": 2048.0}
+    runs = gpu_runs(
+        ("E-dropout", 1, 8, 8, 100, {}),
+        ("P-one-bucket", 2, 16, 8, 190, {}),
+        ("P-one-bucket", 4, 32, 8, 360, exposed),
+        ("P-zero1", 4, 32, 8, 380, exposed),
+        ("P-zero1", 4, 64, 8, 500, exposed),
+    )
+    table = scaling.speed_table(scaling.scaling(runs))
+    assert table["variant"].tolist() == ["P-zero1", "P-one-bucket"]
+    assert table["samples/s on 2"].tolist() == ["–", "190"]
+    assert table["samples/s on 4"].tolist() == ["380", "360"]
+    assert table["× one GPU"].tolist() == ["×3.80", "×3.60"]
+    assert table["GiB a GPU"].tolist() == ["2.00", "2.00"]
+
+
+def test_a_table_of_several_gpus_takes_a_speed_on_one(several):
+    of_four = scaling.scaling(several[several["world"] == 4])
+    refused("no variant has a speed on several GPUs beside", scaling.speed_table, of_four)
+
+
 # What a sample teaches.
 
 

@@ -20,6 +20,7 @@ from qa_lib.lab.report import evidence
 from qa_lib.lab.report.format import factor, number
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.summary import average
+from qa_lib.lab.report.tables import Column, render
 from qa_lib.spec.variants import VARIANTS, tagged
 
 Kind = Literal["strong", "weak"]
@@ -239,6 +240,37 @@ def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     of_size = at(lines, kind, sizes[0])
     compared = of_size[(of_size["world"] > 1) & of_size[kind].notna()]
     return compared.sort_values(["world", "speed"])
+
+
+def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed of each variant on several GPUs as text, the quickest first.
+
+    `lines` are those of `scaling`. They are compared at the samples a GPU that most variants have
+    run at. Memory, waiting and the speed over one GPU's are those on the most GPUs.
+
+    Raises NotMeasured where no variant was run on one GPU and on several.
+    """
+    compared = _compared(lines, "weak")
+    if compared.empty:
+        raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
+    quickest = compared.drop_duplicates(["variant", "world"], keep="last")
+    on_most = quickest.drop_duplicates("variant", keep="last").set_index("variant")
+    table = quickest.pivot(index="variant", columns="world", values="speed")
+    worlds = list(table)
+    table = table.add_prefix("on_").assign(
+        gain=on_most["weak"] * on_most["world"],
+        gib=on_most["peak_mib"] / 1024,
+        waiting_ms=on_most["waiting_ms"],
+    )
+    table = table.sort_values([f"on_{world}" for world in reversed(worlds)], ascending=False)
+    columns = [
+        Column("variant"),
+        *(Column(f"on_{world}", f"samples/s on {world}") for world in worlds),
+        Column("gain", "× one GPU", factor),
+        Column("gib", "GiB a GPU"),
+        Column("waiting_ms", "waits ms"),
+    ]
+    return render(table.reset_index(), columns)
 
 
 # A whole training.
