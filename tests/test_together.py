@@ -342,6 +342,11 @@ CAUSES = {
         [1, -9],
         ("oom", "process 0 of 2: OutOfMemory"),
     ),
+    "a fault, and not the abort that came of it": (
+        [CLOSED, (19.5, "AcceleratorError", "error")],
+        [-15, -6],
+        ("error", "process 1 of 2: AcceleratorError"),
+    ),
     "a process that left no fault": (
         [],
         [-15, 3],
