@@ -74,7 +74,27 @@ def test_memory_is_compared_at_one_micro_batch(runs):
     assert line["memory"] == pytest.approx(4500 / 6000)
     said = one_stack.memory_finding(runs)
     assert said.startswith("P-1f1b on 2 GPUs takes 4.39 GiB a GPU at batch 512 and micro-batch 64")
-    assert said.endswith("and data parallelism 5.86")
+    assert said.endswith("and data parallelism 5.86 (model: bert)")
+
+
+def test_of_several_models_the_one_is_told_for_which_a_pipeline_saves_most(runs):
+    longer = runs.assign(**{"model": "bert-of-48-layers", "run_id": runs["run_id"] + "-long"})
+    is_pipeline = longer["spec.variant"] == "P-1f1b"
+    peak = longer["memory.peak_alloc_mib"]
+    longer["memory.peak_alloc_mib"] = peak.mask(is_pipeline, peak / 2)
+    said = one_stack.memory_finding(pd.concat([runs, longer], ignore_index=True))
+    assert said.endswith("data parallelism 5.86 (model: bert-of-48-layers)")
+
+
+def test_memory_without_records_is_not_told():
+    refused("no pipeline ran", one_stack.memory_finding, gpu_runs(line("P-ddp", 2, 64, 2000)))
+
+
+def test_runs_of_another_stack_with_another_model_do_not_hide_those_of_pipelines(runs):
+    others = [line("P-one-bucket", 2, 32, 100, seed=n, model="another") for n in range(9)]
+    every = pd.concat([gpu_runs(*others), runs], ignore_index=True)
+    every["run_id"] = every.index.map(str)
+    assert one_stack.side_by_side(every)["variant"].tolist() == ["P-ddp", "P-1f1b"]
 
 
 def test_what_a_gpu_computes_is_told_of_both(runs):

@@ -10,6 +10,7 @@ A GPU of a pipeline that waits for its neighbour is busy by NVML, as the kernel 
 What a GPU computes is told beside it.
 """
 
+import contextlib
 import math
 from pathlib import Path
 from typing import get_args
@@ -64,13 +65,13 @@ def side_by_side(runs: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where there is no PLACE that has both.
     """
+    runs = _of_pipelines_stack(runs)
+    if runs.empty:
+        raise evidence.NotMeasured(NOTHING)
     values = scaling.by_seed(runs)
     lines = scaling.scaling(runs)
-    pipelined = lines[lines["variant"].map(kind_of) == "pipeline"]
-    stacks = set(pipelined["variant"].map(scaling.one_gpu))
     is_whole = (lines["stages"] == 1) | (lines["stages"] == lines["world"])
-    of_stack = lines["variant"].map(scaling.one_gpu).isin(stacks)
-    lines = lines[is_whole & of_stack & (lines["world"] > 1)]
+    lines = lines[is_whole & (lines["world"] > 1)]
     lines = lines.assign(kind=lines["variant"].map(kind_of)).dropna(subset=["kind", "speed"])
     places = [part for _, part in lines.groupby(PLACE) if part["kind"].nunique() == 2]
     if not places:
@@ -81,6 +82,14 @@ def side_by_side(runs: pd.DataFrame) -> pd.DataFrame:
     table["over_one±"] = table["strong±"] * table["world"]
     table["computes"] = 1 - table["waiting_ms"] / table["step_ms"]
     return table.reset_index(drop=True)
+
+
+def _of_pipelines_stack(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of the stack that pipelines have, on one GPU and on several."""
+    known = runs[runs["spec.variant"].isin(VARIANTS)]
+    stacks = known["spec.variant"].map(scaling.one_gpu)
+    is_pipeline = known["spec.variant"].map(kind_of) == "pipeline"
+    return known[stacks.isin(stacks[is_pipeline])]
 
 
 def _losses(runs: pd.DataFrame, values: pd.DataFrame) -> pd.Series:
@@ -232,18 +241,23 @@ def _judged_speed(lines: pd.DataFrame, column: str, ratio: float) -> Found:
 
 
 def memory_finding(runs: pd.DataFrame) -> str:
-    """Return how much memory pipelines save at the micro-batch of data parallelism, and where most.
+    """Return how much memory a pipeline saves, for the model and the batch at which it saves most.
 
-    Raises NotMeasured where no pipeline and data parallelism ran at one micro-batch.
+    It is compared with data parallelism at the same micro-batch. Raises NotMeasured where both ran
+    at none.
     """
-    lines = side_by_side(runs)
-    told = lines[lines["kind"] == "pipeline"].dropna(subset="memory")
+    lines = []
+    for model, part in runs.groupby("model"):
+        with contextlib.suppress(evidence.NotMeasured):
+            lines.append(side_by_side(part).assign(model=model))
+    told = pd.concat(lines).dropna(subset="memory") if lines else pd.DataFrame({"kind": []})
+    told = told[told["kind"] == "pipeline"]
     if told.empty:
         raise evidence.NotMeasured("no pipeline ran at a micro-batch of data parallelism")
-    line = told.loc[told["memory"].idxmin()]
+    line = told.loc[told["memory"] == told["memory"].min()].iloc[0]
     gib = line["peak_mib"] / 1024
     return (
         f"{line['variant']} on {line['world']} GPUs takes {number(gib)} GiB a GPU at batch "
         f"{line['batch']:,} and micro-batch {line['micro_batch']}, and data parallelism "
-        f"{number(gib / line['memory'])}"
+        f"{number(gib / line['memory'])} (model: {line['model']})"
     )
