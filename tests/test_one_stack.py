@@ -1,15 +1,20 @@
 """Pipelines beside data parallelism of one stack, and the slides' claim, on made-up records."""
 
+import dataclasses
+import itertools
 import math
 import types
 
 import pandas as pd
 import pytest
 
+from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.lab.report import one_stack, style
 from qa_lib.lab.report.stats import FAILS, HOLDS, OPEN
+from qa_lib.lab.search.plan import plan
 from tests.material import refused
 from tests.report_runs import gpu_runs
+from tests.tiny import H200
 
 STACK = "E-masters-eager"  # of pipelines
 
@@ -183,3 +188,29 @@ def test_theirs_are_ratios_of_the_slides_samples_a_second(runs):
 
 def test_a_gain_over_other_seeds_has_no_interval(runs):
     assert math.isnan(one_stack.side_by_side(runs)["gain±"].iloc[-1])
+
+
+# The command that makes the records.
+
+
+def test_one_sweep_plans_both_kinds_at_every_place_and_leaves_out_what_divides_no_step(monkeypatch):
+    monkeypatch.setitem(TINY_CONFIG, "num_hidden_layers", 12)
+    left_out = []
+    specs = plan(
+        [STACK, "P-ddp", "P-gpipe", "P-1f1b", "P-interleaved"],
+        "parallel",
+        data="synthetic:40",
+        model="tiny",
+        machine=dataclasses.replace(H200, gpus=4),
+        world=[1, 2, 4],
+        batch=[128, 512],
+        micro_batch=[32, 64, 128],
+        left_out=left_out,
+    )
+    runs = [spec for spec in specs if not spec.skip]
+    kinds = {(spec.world, spec.preset.batch, one_stack.kind_of(spec.variant)) for spec in runs}
+    for world, batch in itertools.product([2, 4], [128, 512]):
+        assert {(world, batch, "pipeline"), (world, batch, "data parallelism")} <= kinds
+    skipped = {(spec.variant, spec.world) for spec in specs if spec.skip}
+    assert skipped == {("P-interleaved", 4)}
+    assert any("do not divide" in sentence for sentence in left_out)
