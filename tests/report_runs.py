@@ -5,6 +5,8 @@ A change of the schema breaks the tests that use them.
 
 import dataclasses
 
+import pandas as pd
+
 from qa_lib.spec.resolve import resolve
 from tests.material import leave
 from tests.tiny import CPU, H200
@@ -107,3 +109,32 @@ def make_one_of_each_kind(runs):
     make(runs, "D1-nvfuser", status="skipped", error=skipped)
     oom = {"kind": "OutOfMemoryError", "message": "CUDA out of memory", "step": 3}
     make(runs, "C1", status="oom", error=oom)
+
+
+def gpu_runs(*lines):
+    """Runs that are columns alone: (variant, GPUs, batch, micro-batch, samples/s, other columns).
+
+    All have ended ok.
+    """
+    rows = []
+    for variant, world, batch, micro_batch, speed, more in lines:
+        rows.append({
+            "run_id": f"{variant}-{len(rows)}",
+            "spec.variant": variant,
+            "spec.seed": 0,
+            "spec.hardware": "h200",
+            "status": "ok",
+            "model": "bert",
+            "precision": "own",
+            "length": 384,
+            "training": "",
+            "world": world,
+            "stages": 1,
+            "batch": batch,
+            "micro_batch": micro_batch,
+            "speed.samples_per_s": speed,
+            "code.commit": "a",
+            "code": "a",
+            **more,
+        })  # fmt: skip
+    return pd.DataFrame(rows)

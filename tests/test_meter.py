@@ -232,6 +232,15 @@ def test_activations_are_what_the_peak_holds_beside_all_that_persists(model, mon
     assert memory.activations_mib == 30.0 - (4.0 + 4.0 + 8.0)
 
 
+def test_memory_that_other_processes_write_into_is_part_of_both_peaks(model, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 30 * 2**20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 50 * 2**20)
+    memory = memory_use(model, torch.optim.SGD(model.parameters()), GPU, peer_bytes=7 * 2**20)
+    assert memory.peak_alloc_mib == 37.0
+    assert memory.peak_reserved_mib == 57.0
+    assert memory.activations_mib == 37.0 - (4.0 + 4.0)
+
+
 def test_a_peak_below_what_persists_leaves_no_activations(model, monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 2**20)
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 2**20)

@@ -107,6 +107,7 @@ COMPARISONS = {
     ),
     "zero1-masters": compared("P-zero1", "P-one-bucket", tolerance=0.05, **MASTERS),
     "peers-masters": compared("P-peers", "P-nccl", tolerance=0.05, quick=True, **BF16_MASTERS),
+    "ddp-of-pipelines": compared("P-ddp", "E-masters-eager"),
     "gpipe": compared_with_uncut("P-gpipe"),
     "1f1b": compared_with_uncut("P-1f1b", quick=True),
     "interleaved": compared_with_uncut("P-interleaved"),

@@ -17,7 +17,7 @@ from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused
-from tests.report_runs import make
+from tests.report_runs import gpu_runs, make
 from tests.tiny import H200
 
 # Several GPUs.
@@ -145,6 +145,28 @@ def test_a_sentence_says_for_how_much_of_a_step_a_gpu_computes():
         "With 1,024 samples a step on 2 GPUs, a GPU computes for 60.0 % (P-one-bucket) to "
         "90.0 % (P-overlap) of it"
     )
+
+
+def test_a_table_has_a_line_a_variant_the_quickest_first_at_equal_samples_a_gpu():
+    exposed = {"parallel.exposed_ms": 3.0, "memory.peak_alloc_mib": 2048.0}
+    runs = gpu_runs(
+        ("E-dropout", 1, 8, 8, 100, {}),
+        ("P-one-bucket", 2, 16, 8, 190, {}),
+        ("P-one-bucket", 4, 32, 8, 360, exposed),
+        ("P-zero1", 4, 32, 8, 380, exposed),
+        ("P-zero1", 4, 64, 8, 500, exposed),
+    )
+    table = scaling.speed_table(scaling.scaling(runs))
+    assert table["variant"].tolist() == ["P-zero1", "P-one-bucket"]
+    assert table["samples/s on 2"].tolist() == ["–", "190"]
+    assert table["samples/s on 4"].tolist() == ["380", "360"]
+    assert table["× one GPU"].tolist() == ["×3.80", "×3.60"]
+    assert table["GiB a GPU"].tolist() == ["2.00", "2.00"]
+
+
+def test_a_table_of_several_gpus_takes_a_speed_on_one(several):
+    of_four = scaling.scaling(several[several["world"] == 4])
+    refused("no variant has a speed on several GPUs beside", scaling.speed_table, of_four)
 
 
 # What a sample teaches.
@@ -276,31 +298,6 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
 
 
 # Lines of several GPUs, of runs that are columns alone.
-
-
-def gpu_runs(*lines):
-    """Runs that ended ok: (variant, GPUs, batch, micro-batch, samples/s, other columns)."""
-    rows = []
-    for variant, world, batch, micro_batch, speed, more in lines:
-        rows.append({
-            "spec.variant": variant,
-            "spec.seed": 0,
-            "spec.hardware": "h200",
-            "status": "ok",
-            "model": "bert",
-            "precision": "own",
-            "length": 384,
-            "training": "",
-            "world": world,
-            "stages": 1,
-            "batch": batch,
-            "micro_batch": micro_batch,
-            "speed.samples_per_s": speed,
-            "code.commit": "a",
-            "code": "a",
-            **more,
-        })  # fmt: skip
-    return pd.DataFrame(rows)
 
 
 def line_of(runs, variant):

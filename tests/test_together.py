@@ -342,6 +342,11 @@ CAUSES = {
         [1, -9],
         ("oom", "process 0 of 2: OutOfMemory"),
     ),
+    "a fault, and not the abort that came of it": (
+        [CLOSED, (19.5, "AcceleratorError", "error")],
+        [-15, -6],
+        ("error", "process 1 of 2: AcceleratorError"),
+    ),
     "a process that left no fault": (
         [],
         [-15, 3],
@@ -467,6 +472,7 @@ def test_fit_of_a_variant_that_needs_more_gpus_ends_as_skipped_and_is_never_fini
             "4 processes do not divide the 2 micro-batches of a step at preset 'smoke'",
         ),
         ("P1", {"stages": 2}, "P1 is no pipeline"),
+        ("P-gpipe", {"world": 1}, "P-gpipe is a pipeline, and one process makes none"),
         ("P-gpipe", {"world": 3, "stages": 2}, "3 processes do not make up pipelines of 2"),
         (
             "P-1f1b",

@@ -653,8 +653,8 @@ def test_recommended_leaves_the_micro_batch_to_the_machine_unless_it_is_given(mi
 
 
 def test_pipelines_and_several_processes_are_other_runs():
-    alone = planned("P-gpipe", world=1)
-    specs = [alone, planned("P-gpipe", world=2), planned("P-gpipe", world=2, stages=1)]
+    counts = [{"world": 2}, {"world": 2, "stages": 1}, {"world": 4, "stages": 2}]
+    specs = [planned("P-gpipe", micro_batch=2, **each) for each in counts]
     assert len({spec.hash for spec in specs}) == 3
 
 

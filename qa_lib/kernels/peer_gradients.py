@@ -19,6 +19,7 @@ import torch
 
 from qa_lib.kernels.common import calls, chosen, jit, launch, locate, tl, with_sums
 
+MOST_ELEMENTS = 2**31 - 1  # places of elements are 32-bit numbers in the kernels
 SEND = {"BLOCK": 4096, "num_warps": 4}
 MEAN = {"BLOCK": 4096, "num_warps": 4}
 
@@ -31,7 +32,7 @@ def send_gradients(
     `slots` are those of all owners by rank, each [senders, length], with as many senders as owners
     and a length that is a multiple of common.ALIGN. The flat gradients, one after the other, fill
     slot `rank` of one owner after the other. They are contiguous, of one type, on this GPU, and
-    have fewer than 2^31 elements.
+    all slots of a rank together have up to MOST_ELEMENTS.
     """
     length = slots[0].shape[1]
     begins = []

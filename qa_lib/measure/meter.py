@@ -322,13 +322,18 @@ class StepFlops:
 
 
 def memory_use(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    peer_bytes: int = 0,
 ) -> Memory:
     """Return what memory holds: the GPU's peaks, and the MiB of what persists between steps.
 
     Gradients are counted as one of each trainable parameter's size, since they are freed between
     steps; activations are what the peak holds beside all that persists. What an optimizer updates
-    in memory of its own, such as DeepSpeed's, is part of its state.
+    in memory of its own, such as DeepSpeed's, is part of its state. Both peaks hold `peer_bytes`:
+    other processes write into these all the time, and PyTorch's allocator does not know of them
+    (train/parallel/peer_memory.py).
     """
     state = [
         value
@@ -346,8 +351,8 @@ def memory_use(
         host_rss_mib=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
     )
     if device.type == "cuda":
-        memory.peak_alloc_mib = torch.cuda.max_memory_allocated() / MIB
-        memory.peak_reserved_mib = torch.cuda.max_memory_reserved() / MIB
+        memory.peak_alloc_mib = (torch.cuda.max_memory_allocated() + peer_bytes) / MIB
+        memory.peak_reserved_mib = (torch.cuda.max_memory_reserved() + peer_bytes) / MIB
         persistent = memory.params_mib + memory.grads_mib + memory.optimizer_mib
         memory.activations_mib = max(0.0, memory.peak_alloc_mib - persistent)
     return memory

@@ -289,10 +289,10 @@ class Memory:
     """MiB of the GPU's memory, and the process's peak on the host."""
 
     peak_alloc_mib: Number | None = None
-    """Peak of what tensors held."""
+    """Peak of what tensors held, memory that other processes write into included."""
 
     peak_reserved_mib: Number | None = None
-    """Peak of what PyTorch's allocator held."""
+    """Peak of what PyTorch's allocator held, and of memory that other processes write into."""
 
     params_mib: Number | None = None
     """Parameters."""

@@ -111,7 +111,8 @@ def fit(
                 notes.note_steps(entry, len(meter.times), resumed_from, checkpoint_note)
                 notes.note_noise(entry, len(meter.times), ranks)
                 notes.note_processes(entry, spec, ranks)
-                entry["memory"] = dataclasses.asdict(memory_use(model, optimizer, device))
+                memory = memory_use(model, optimizer, device, ranks.peer_bytes)
+                entry["memory"] = dataclasses.asdict(memory)
                 model = gather_model(model, lambda: build_model(spec, folder).to(device), ranks)
                 joules = _measure_ranks(entry, spec, meter, model, ranks)
             if not ranks.first:

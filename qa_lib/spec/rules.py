@@ -434,6 +434,8 @@ def process_conflicts(settings: Settings, world: int, stages: int) -> Iterator[s
         )
     if stages > 1 and settings.parallel != "pipeline":
         yield "is no pipeline and has no stages"
+    if world == 1 and settings.parallel == "pipeline":
+        yield "is a pipeline, and one process makes none: give --world 2 or more"
 
 
 def replicas(spec: Spec, world: int) -> int:

@@ -172,6 +172,7 @@ _TABLE = [
     Variant("P-graph", parent="E-graph", parallel="ddp-one-bucket", why="E-graph on several GPUs: for models that no kernel of our own fits."),
     Variant("P-peers", parent="E-uncompiled", parallel="peers", why="A sharded optimizer by pointers into the memory of other GPUs: no NCCL in the step."),
     Variant("P-peers-fp8", parent="P-peers", feed_forward="fp8", why="P-peers with FP8 GEMMs in its feed-forward blocks."),
+    Variant("P-ddp", parent="E-masters-eager", parallel="ddp", why="Data parallelism on the pipelines' stack: what they are compared with."),
     Variant("P-gpipe", parent="E-masters-eager", parallel="pipeline", why="Each GPU has some of the layers, and hands on micro-batches."),
     Variant("P-1f1b", parent="P-gpipe", schedule="1f1b", why="Backward as early as can be: fewer activations are kept."),
     Variant("P-interleaved", parent="P-1f1b", schedule="interleaved", why="Two parts of the layers a GPU: it waits less."),

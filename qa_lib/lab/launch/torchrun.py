@@ -41,7 +41,7 @@ from qa_lib.lab.launch.process import Work, child_command, child_env, kill
 from qa_lib.measure.hardware import environment
 from qa_lib.records import record
 from qa_lib.records.files import check_folder
-from qa_lib.run.recording import faults, first_fault
+from qa_lib.run.recording import fault_path, faults, first_fault
 from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import Spec
 
@@ -125,14 +125,18 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     """Put into the record which process failed first, by rank, and why.
 
     A process that a signal has ended leaves no fault; of the others each has left its fault and the
-    time of it.
+    time of it. One that has left a fault may be ended by a signal as well: PyTorch aborts where it
+    cannot tidy up after an error of CUDA.
     """
     outcome = first_fault(run_dir)
+    left_a_fault = {rank for rank in exit_codes if fault_path(run_dir, rank).exists()}
     for old in faults(run_dir):
         old.unlink()
     # torchrun stops by SIGTERM the processes whose peer has failed.
     not_stopped = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
-    killed = {rank: code for rank, code in not_stopped.items() if code < 0}
+    killed = {
+        rank: code for rank, code in not_stopped.items() if code < 0 and rank not in left_a_fault
+    }
     ran_out_of_memory = outcome is not None and outcome["status"] == "oom"
     if outcome is None or (killed and not ran_out_of_memory):
         rank, code = min((killed or not_stopped or exit_codes).items())

@@ -141,19 +141,25 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Return what several GPUs come to, of the group's kind where that has run, with the picture.
+    """Return what several GPUs come to, of the group's kind where that has run: a picture, a table.
 
     Raises NotMeasured where no variant was run on one GPU and on several.
     """
     chosen = evidence.nearest_runs_at_preset(runs, group, "parallel")
-    finding = scaling.speed_finding(scaling.scaling(chosen))
+    lines = scaling.scaling(chosen)
+    finding = scaling.speed_finding(lines)
     name = chosen["group"].iloc[0]
     text = (
         f"**{finding}.** Group {name}, code {evidence.commits(chosen)}, a run's GPUs "
         f"({chosen['env.gpu'].iloc[0]}) all of one host. "
         f"{scaling.projected_words(scaling.projection(chosen))}"
     )
-    return scaling.worded(_above(text, figures / name / "scaling.png"), chosen)
+    shown = _above(text, figures / name / "scaling.png")
+    if scaling.common(lines, "weak"):
+        size = scaling.common(lines, "weak")[0]
+        table = markdown(scaling.speed_table(lines))
+        shown += f"\n\nSamples/s of all GPUs together, at {size} samples a GPU:\n\n{table}"
+    return scaling.worded(shown, chosen)
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:

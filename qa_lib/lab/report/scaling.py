@@ -20,6 +20,7 @@ from qa_lib.lab.report import evidence
 from qa_lib.lab.report.format import factor, number, percent
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.summary import average
+from qa_lib.lab.report.tables import Column, render
 from qa_lib.spec.variants import VARIANTS, tagged
 
 Kind = Literal["strong", "weak"]
@@ -90,13 +91,8 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where no run of a variant for several GPUs has ended ok.
     """
-    done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
-    conditions = done.groupby(["model", "precision", "length", "training"], dropna=False)
-    done = max([part for _, part in conditions], key=len, default=done)
-    if not evidence.is_parallel(done["spec.variant"]).any():
-        raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
-    values = _measured(done)
-    lines = average(values.drop(columns="code"), KEYS).sort_index().reset_index()
+    values = by_seed(runs)
+    lines = average(values.drop(columns=["code", "run_id"]), KEYS).sort_index().reset_index()
     lines = evidence.in_table_order(lines.set_index("variant")).reset_index()
     bubble_ms = lines["bubble"] * lines["step_ms"]
     # One GPU has nobody to communicate with.
@@ -106,8 +102,16 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     return lines.join(pd.DataFrame([_efficiencies(timed, line) for _, line in lines.iterrows()]))
 
 
-def _measured(done: pd.DataFrame) -> pd.DataFrame:
-    """Return the values that `scaling` averages, and `code`, indexed by KEYS and seed."""
+def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the values that `scaling` averages, `code` and `run_id`, indexed by KEYS and seed.
+
+    Raises NotMeasured where no run of a variant for several GPUs has ended ok.
+    """
+    done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
+    conditions = done.groupby(["model", "precision", "length", "training"], dropna=False)
+    done = max([part for _, part in conditions], key=len, default=done)
+    if not evidence.is_parallel(done["spec.variant"]).any():
+        raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
     values = evidence.numbers(done, MEASURES)
     peaks = done.filter(regex=f"^({PEAKS})$").astype(float)
     values["peak_mib"] = peaks.max(axis="columns")
@@ -116,6 +120,7 @@ def _measured(done: pd.DataFrame) -> pd.DataFrame:
         slowest = of_processes.max(axis="columns")
         values[name] = slowest / of_processes.min(axis="columns") - 1
     values["code"] = done["code"]
+    values["run_id"] = done["run_id"]
     keys = done.rename(columns={"spec.variant": "variant", "spec.seed": "seed"})
     index = pd.MultiIndex.from_frame(keys[[*KEYS, "seed"]])
     return values.set_index(index).sort_index()
@@ -291,6 +296,37 @@ def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
     of_size = at(lines, kind, sizes[0])
     compared = of_size[(of_size["world"] > 1) & of_size[kind].notna()]
     return compared.sort_values(["world", "speed"])
+
+
+def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the speed of each variant on several GPUs as text, the quickest first.
+
+    `lines` are those of `scaling`. They are compared at the samples a GPU that most variants have
+    run at. Memory, waiting and the speed over one GPU's are those on the most GPUs.
+
+    Raises NotMeasured where no variant was run on one GPU and on several.
+    """
+    compared = _compared(lines, "weak")
+    if compared.empty:
+        raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
+    quickest = compared.drop_duplicates(["variant", "world"], keep="last")
+    on_most = quickest.drop_duplicates("variant", keep="last").set_index("variant")
+    table = quickest.pivot(index="variant", columns="world", values="speed")
+    worlds = list(table)
+    table = table.add_prefix("on_").assign(
+        gain=on_most["weak"] * on_most["world"],
+        gib=on_most["peak_mib"] / 1024,
+        waiting_ms=on_most["waiting_ms"],
+    )
+    table = table.sort_values([f"on_{world}" for world in reversed(worlds)], ascending=False)
+    columns = [
+        Column("variant"),
+        *(Column(f"on_{world}", f"samples/s on {world}") for world in worlds),
+        Column("gain", "× one GPU", factor),
+        Column("gib", "GiB a GPU"),
+        Column("waiting_ms", "waits ms"),
+    ]
+    return render(table.reset_index(), columns)
 
 
 # A whole training.

@@ -5,6 +5,14 @@ write by a pointer (PyTorch's symmetric memory). Nothing is sent, and what waits
 that all processes run, a barrier: what was written before one is seen by everybody after it. So a
 CUDA graph captures the whole exchange, in which NCCL has no part.
 
+The barrier is PyTorch's. Each process sets a flag in the memory of every other one, by a
+compare-and-swap from 0 to 1 that releases what was written before, to all GPUs. It then takes the
+flags that the others have set in its own memory back from 1 to 0, and acquires what those have
+released. A flag that has not been taken back holds its sender, so that no process is more than one
+barrier ahead of another, however many there have been. All that a process reads is in its own
+memory, whose cache sees the writes of others; a kernel that begins after a barrier has nothing
+older in the caches of its processors.
+
 Elsewhere it is `MessageMemory`, in which PyTorch's collectives move the same numbers to the same
 places. It is slower, and the tests' reference.
 """
@@ -14,12 +22,15 @@ import os
 import torch
 import torch.distributed as dist
 
-from qa_lib.kernels.peer_gradients import send_gradients, spread
+from qa_lib.errors import UserError, first_line
+from qa_lib.kernels.peer_gradients import MOST_ELEMENTS, send_gradients, spread
 from qa_lib.train.parallel.data_parallel import square_norm
 from qa_lib.train.parallel.process_group import SILENCE, ProcessGroup
 
 # PyTorch 2.13 renamed it.
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+# What to do where memory cannot be shared.
+OTHER_VARIANTS = "take P-nccl, or P-nccl-fp8 in the place of P-peers-fp8"
 
 
 class PeerMemory:
@@ -27,7 +38,10 @@ class PeerMemory:
 
     `weights` [world length] and `slots` [world, length] have the type of `like`. Process r owns
     weights[r length : (r + 1) length], and slot s is for the gradients of process s for these
-    weights. All processes make one, and call its methods together.
+    weights. All processes make one, and call its methods together. It stands in `ranks` how many
+    bytes it takes, since PyTorch's allocator does not know of them.
+
+    Raises UserError for GPUs that cannot share memory, and for more weights than the kernels count.
     """
 
     def __init__(self, length: int, like: torch.Tensor, ranks: ProcessGroup):
@@ -39,18 +53,33 @@ class PeerMemory:
         self.rank = ranks.rank
         self.length = length
         world = ranks.world
+        if world * length > MOST_ELEMENTS:
+            raise UserError(
+                f"parallel 'peers' takes up to {MOST_ELEMENTS:,} weights, and these are "
+                f"{world * length:,}: {OTHER_VARIANTS}"
+            )
         flat_bytes = world * length * like.element_size()
         block_bytes = 2 * flat_bytes + world * torch.float32.itemsize
         block = symmetric_memory.empty(block_bytes, dtype=torch.uint8, device=ranks.device)
-        self.block = block  # which would be freed otherwise
+        ranks.peer_bytes = block_bytes
         block.zero_()  # nobody writes to the padding of slots
         torch.cuda.synchronize(ranks.device)
-        self.handle = symmetric_memory.rendezvous(block, dist.group.WORLD)
+        try:
+            self.handle = symmetric_memory.rendezvous(block, dist.group.WORLD)
+        except RuntimeError as problem:
+            raise UserError(
+                f"parallel 'peers' takes GPUs that reach each other's memory, and these do not "
+                f"({first_line(problem)}): {OTHER_VARIANTS}"
+            ) from problem
         self.weights_of = []
         self.slots_of = []
         self.squares_of = []
         for rank in range(world):
-            block_of_rank = self.handle.get_buffer(rank, (block_bytes,), torch.uint8)
+            # Views of the block itself keep it, as long as a weight is there; those that the handle
+            # gives keep nothing.
+            block_of_rank = block
+            if rank != self.rank:
+                block_of_rank = self.handle.get_buffer(rank, (block_bytes,), torch.uint8)
             weights, slots, squares = block_of_rank.split(
                 [flat_bytes, flat_bytes, block_bytes - 2 * flat_bytes]
             )

@@ -38,6 +38,8 @@ class ProcessGroup(AbstractContextManager):
         self.batch = 1
         # The name of the class that PyTorch or DeepSpeed has put around the model, if any.
         self.wrapper = None
+        # Bytes of this GPU into which other processes write, beside what PyTorch's allocator has.
+        self.peer_bytes = 0
         self.stats = StepStats(self)  # what this process has measured of its steps
         if dist.is_torchelastic_launched():
             self.store, self.rank, self.world = next(rendezvous("env://"))
