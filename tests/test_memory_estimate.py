@@ -411,6 +411,11 @@ def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_a
     assert plain[2] - step.casts() == 2 * MATRICES
 
 
+def test_it_is_the_frozen_matrices_of_the_layers_that_have_4_bits():
+    step = step_of(**AUTOCAST, base_quantization="nf4", trainable="freeze-last-4")
+    assert sum(weight.numel() for weight in step.in_nf4) == MATRICES / 2
+
+
 @pytest.mark.parametrize(
     ("settings", "scores"),
     [(AUTOCAST, TOKENS * 128), (AUTOCAST | {"attention": "sdpa"}, 0)],
@@ -445,6 +450,16 @@ def test_the_loss_has_the_bytes_of_its_logits_and_their_gradients(settings, logi
 )
 def test_a_layer_keeps_the_bytes_of_what_its_backward_pass_reads(settings, bytes_per_unit):
     assert step_of(**settings).layer_bytes() == bytes_per_unit
+
+
+def test_a_frozen_layer_that_gradients_pass_keeps_no_inputs_of_its_linear_layers():
+    assert step_of(**FP32).layer_bytes(trained=False) == 2 * 4 + 2 + 8 * 4 + 48
+    step = step_of(**FP32, trainable="freeze-last-4")
+    by_layer = [step.layer_bytes(trained) * step.unit for trained in (True, False)]
+    scores = (4 + 4 + 1) * TOKENS * 128
+    kept, largest = step.activations()
+    assert largest == by_layer[0] + scores
+    assert kept == sum(by_layer) + 2 * scores + step.unit
 
 
 def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
