@@ -19,8 +19,9 @@ from qa_lib.lab.search.memory_estimate import (
     unpredicted,
 )
 from qa_lib.lab.search.squad_lengths import SquadLengths
-from qa_lib.lab.search.step_memory import StepMemory
+from qa_lib.lab.search.step_memory import LIBRARIES_MIB, StepMemory
 from qa_lib.measure.hardware import restrict_sdpa
+from qa_lib.measure.meter import MIB
 from qa_lib.model.build import build_model
 from qa_lib.records import record
 from qa_lib.spec.machine import CONTEXT_GIB, Machine
@@ -469,6 +470,31 @@ def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
     assert kept == 2 * of_a_layer + UNIT
     recomputed = step_of(**AUTOCAST, activation_checkpointing=True).activations()
     assert recomputed == (2 * 4 * UNIT + of_a_layer + UNIT, of_a_layer)
+
+
+def test_a_recomputed_layer_keeps_something_of_its_adapters_all_the_same():
+    step = step_of(**AUTOCAST, activation_checkpointing=True)
+    settings = unchecked(**AUTOCAST, activation_checkpointing=True, trainable="lora-all")
+    step.spec = dataclasses.replace(step.spec, settings=settings)
+    kept, of_a_layer = step.activations()
+    assert kept == 2 * (4 + 5.5) * UNIT + of_a_layer + UNIT
+
+
+@pytest.mark.parametrize(("trainable", "more"), [("all", 4 * 512 * 64), ("freeze-bottom-10", 0)])
+def test_a_head_that_trains_gets_a_gradient_from_both_ends(trainable, more):
+    step = step_of(**AUTOCAST, trainable=trainable)
+    lasting = step.weights() + step.optimizer() + LIBRARIES_MIB * MIB
+    assert step.phases()["end of backward"] == lasting + step.gradients() + more
+
+
+@pytest.mark.parametrize(
+    ("settings", "denominators"),
+    [({}, 4 * ALL), ({"engine": "plain"}, 0), ({"optimizer": "adamw-fused"}, 0)],
+)
+def test_pytorchs_default_adamw_has_all_of_its_denominators_at_once(settings, denominators):
+    step = step_of(**AUTOCAST | settings)
+    lasting = step.weights() + step.optimizer() + LIBRARIES_MIB * MIB
+    assert step.phases()["optimizer"] == lasting + step.gradients() + denominators
 
 
 def test_gradients_of_earlier_micro_batches_are_there_in_the_next_ones_passes():

@@ -4,7 +4,8 @@ import shutil
 
 import pytest
 
-from qa_lib.lab.app.choices import Choices, named, offered
+from qa_lib.lab.app import choices
+from qa_lib.lab.app.choices import Choice, Choices, named, offered
 from tests.app.server import folder_of, key_of
 from tests.material import change_record
 
@@ -45,10 +46,42 @@ def test_a_run_whose_f1_is_no_number_is_not_offered(with_real_text, spoilt):
 
 
 def test_a_key_is_no_path(runs):
-    choices = Choices([], runs)
-    assert choices.find(key_of(runs)).folder == folder_of(runs)
+    listed = Choices([], runs)
+    assert listed.find(key_of(runs)).folder == folder_of(runs)
     for wrong_key in ("../../etc", str(folder_of(runs)), "cpu-smoke/A9-s0-000000"):
-        assert choices.find(wrong_key) is None
+        assert listed.find(wrong_key) is None
+
+
+@pytest.fixture
+def offers(monkeypatch):
+    """The checkpoints that runs offer, for tests to set."""
+    found = []
+    monkeypatch.setattr(choices, "offered", lambda runs: list(found))
+    return found
+
+
+def test_a_run_that_has_ended_since_the_list_was_made_is_found_by_its_key(offers, tmp_path):
+    offers.append(Choice("first", "first", tmp_path / "first"))
+    listed = Choices([], tmp_path)
+    assert listed.find("first") is offers[0]
+    offers.append(Choice("second", "second", tmp_path / "second"))
+    assert listed.find("second") is offers[1]
+
+
+def test_a_run_that_was_done_again_is_asked_with_its_new_threshold(offers, tmp_path):
+    listed = Choices([], tmp_path)
+    for threshold in (1.0, 2.0):
+        offers[:] = [Choice("run", "run", tmp_path / "run", threshold=threshold)]
+        listed.listed()
+    assert listed.find("run").threshold == 2.0
+
+
+def test_a_model_that_was_named_by_a_link_is_listed_once(offers, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "link").symlink_to("run")
+    offers.append(Choice("run", "run", tmp_path / "run"))
+    named_model = Choice("model 1", "link", tmp_path / "link")
+    assert Choices([named_model], tmp_path).listed() == [named_model]
 
 
 def test_a_named_run_has_its_records_threshold_and_is_listed_once(runs):
