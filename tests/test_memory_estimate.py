@@ -464,6 +464,20 @@ def test_a_frozen_layer_that_gradients_pass_keeps_no_inputs_of_its_linear_layers
     assert kept == sum(by_layer) + 2 * scores + step.unit
 
 
+@pytest.mark.parametrize(
+    ("settings", "inputs"),
+    [
+        # Query, key and value each have a copy in half precision, unless a compiler makes it.
+        (AUTOCAST, (3 + 1 + 4) * 2),
+        (COMPILED, (1 + 1 + 4) * 2),
+        (FP32, (1 + 1 + 4) * 4),
+    ],
+)
+def test_the_linear_layers_of_a_bert_keep_their_inputs(settings, inputs):
+    spec = dataclasses.replace(planned(), settings=unchecked(**settings))
+    assert StepMemory(spec, TOKENS)._linear_inputs() == inputs
+
+
 def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
     kept, of_a_layer = step_of(**AUTOCAST).activations()
     scores = (4 + 2 + 1) * TOKENS * 128

@@ -4,6 +4,7 @@ The distributions and wheels are these tests' own.
 """
 
 import json
+import fcntl
 import os
 import shlex
 import shutil
@@ -733,6 +734,15 @@ def test_a_notebook_installs_what_does_not_fit_in_colab_or_when_it_is_asked_to(
     versions.update(here)
     packages.prepare_notebook(install)
     assert steps == expected
+
+
+def test_a_python_is_free_for_others_after_an_installation(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ValueError, match="no pip"), packages._environment_lock():
+        raise ValueError("no pip")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
+    os.close(folder)
 
 
 def test_nothing_is_done_in_a_notebook_that_a_driver_executes(steps, monkeypatch):

@@ -83,6 +83,15 @@ def test_a_point_trains_at_the_rate_that_was_asked_for(lora, points):
     assert {point.recipe.lr_factor for point in points} == {1.0}
 
 
+@pytest.mark.parametrize(("recipe_rates", "rate"), [(True, "0.005"), (False, "0.001")])
+def test_a_point_is_named_by_the_rate_that_its_recipe_makes_of_the_presets(
+    recipe_rates, rate, lora
+):
+    preset = dataclasses.replace(lora.preset, recipe_rates=recipe_rates, learning_rate=1e-3)
+    point = dataclasses.replace(lora, preset=preset)
+    assert tune.point_name(point) == f"lora-all, learning rate {rate}"
+
+
 def test_without_rates_and_recipes_the_specs_own_stand(lora):
     (point,) = tune.points([lora], [], [])
     assert point.asked.trainable == "lora-all"
@@ -117,6 +126,14 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
         out.splitlines()[-1]
         == "B1-all, best: lora-all-r8, learning rate 0.001, F1 at the best threshold 72.00"
     )
+
+
+def test_a_point_that_runs_out_of_memory_is_a_result_and_no_failure(tried, monkeypatch, typed):
+    def work(self, spec, run_dir, cards):
+        return record.finish(run_dir, record.new_record(spec, {}), "oom", {"message": "too much"})
+
+    monkeypatch.setattr(launch.Launcher, "_work", work)
+    assert ": oom, too much" in typed("tune A1 --preset smoke --learning-rate 1e-3")
 
 
 def test_a_point_that_lacks_a_seed_is_not_the_best_however_well_it_scored(tried, capsys):
