@@ -3,8 +3,8 @@
 The distributions and wheels are these tests' own.
 """
 
-import json
 import fcntl
+import json
 import os
 import shlex
 import shutil
