@@ -76,6 +76,7 @@ def test_points_are_all_pairs_of_rates_and_recipes(points):
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries(lora, points):
     assert len({lora.hash, *(point.hash for point in points)}) == 5
     assert {point.group for point in points} == {"cpu-tune"}
+    assert {point.search for point in points} == {"tune"}
 
 
 def test_a_point_trains_at_the_rate_that_was_asked_for(lora, points):
@@ -159,6 +160,12 @@ def test_a_card_that_is_named_twice_is_shared(cards, used, tried, typed, monkeyp
     rates = "--learning-rate 3e-3 5e-3 6e-3"
     typed(f"tune A1 --preset smoke {rates} --seeds 0 2 --gpus {cards}")
     assert {(gpu, shared) for _, gpu, shared in tried} == used
+
+
+def test_a_search_names_the_gpus_that_stay_idle(tried, typed, monkeypatch):
+    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
+    out = typed("tune A1 --preset smoke --learning-rate 3e-3")
+    assert out.startswith("one of 2 GPUs has work at a time")
 
 
 def test_what_is_typed_reaches_the_plan_and_the_launcher(monkeypatch, tmp_path, typed):
