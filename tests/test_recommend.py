@@ -404,6 +404,41 @@ def test_memory_that_ran_out_speaks_against_the_same_size_and_larger_ones(
     assert history.failure_of(spec, [failure]) == (why if is_passed_over else None)
 
 
+def failure(variant, size, status="error", message="broke"):
+    """What failure_of reads of a record."""
+    return {
+        "spec": {"variant": variant, "settings": {"micro_batch": size}},
+        "status": status,
+        "error": {"message": message, "kind": "SomeError"},
+        "group": "h100-full",
+        "run_id": f"{variant}-s0-{size}",
+    }
+
+
+def test_a_failure_speaks_against_an_option_whatever_other_failures_there_are():
+    failed = [failure("A2", 8), failure("A1", 32, "oom"), failure("A1", 16, message="x" * 100)]
+    spec = dataclasses.replace(unchosen(H100), variant="A1", settings=Settings(micro_batch=8))
+    said = f"failed here at micro-batch 16 ({'x' * 80}; h100-full/A1-s0-16)"
+    assert history.failure_of(spec, failed) == said
+    assert history.failure_of(spec, failed[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "read"), [(None, TASKS["qa"].reference), ("h200-parallel", "h200-parallel")]
+)
+def test_committed_records_are_those_of_the_tasks_reference_or_of_a_group(group, read, monkeypatch):
+    runs = [
+        Mock(record={"spec": {"variant": variant}, "number": number})
+        for number, variant in enumerate(("A1", "A2", "A1"))
+    ]
+    read_runs = Mock(return_value=runs)
+    monkeypatch.setattr(history, "read_runs", read_runs)
+    found = history.committed_records("qa", group)
+    assert read_runs.call_args.args == (history.COMMITTED, read)
+    numbers = {name: [entry["number"] for entry in entries] for name, entries in found.items()}
+    assert numbers == {"A1": [0, 2], "A2": [1]}
+
+
 def test_a_run_is_trained_where_its_own_record_says_that_it_ended_ok(tmp_path):
     (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU, runs=tmp_path)
     assert not history.is_trained(spec, tmp_path)

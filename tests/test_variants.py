@@ -82,9 +82,23 @@ def test_a_line_with_a_tag_that_does_not_exist_is_an_error():
     refused("variant X: unknown tag 'laddder'", Variant, "X", why="?", tags=("laddder",))
 
 
+def test_of_several_tags_that_do_not_exist_the_first_is_named():
+    tags = ("trainer", "zzz", "aaa")
+    refused("variant X: unknown tag 'aaa'$", Variant, "X", why="?", tags=tags)
+
+
+def test_a_line_that_cannot_be_is_an_error_as_soon_as_the_table_is_read(monkeypatch):
+    wrong = Variant("X", why="?", attention="sdap")
+    monkeypatch.setattr(table_of_variants, "_TABLE", [wrong])
+    monkeypatch.setitem(VARIANTS, "X", wrong)
+    refused("unknown attention 'sdap'", table_of_variants._check_table)
+
+
 def test_recommended_is_the_tasks_baseline_until_it_is_chosen():
     assert find_variant("recommended").name == "A1"
     assert find_variant("recommended", "lm").name == "L1"
+    assert find_variant("recommended", several=True).name == "P1"
+    assert find_variant("recommended", "lm", several=True).name == "L-ddp"
     refused("unknown variant 'A11'; did you mean 'A1'", find_variant, "A11")
 
 
