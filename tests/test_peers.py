@@ -426,12 +426,17 @@ def test_a_rivals_update_takes_clipped_gradients(rival):
     torch.testing.assert_close(clipped, updated(RIVALS[rival], [1.0, 0.5]))
 
 
-def test_large_parameters_are_updated_by_themselves_and_all_by_their_own_gradient(monkeypatch):
+@pytest.mark.parametrize(
+    ("first", "second", "small"), [((3, 2), (2, 2), 4 + 2 + 2), ((2, 2), (2, 3), 4 + 3 + 2)]
+)
+def test_large_parameters_are_updated_by_themselves_and_all_by_their_own_gradient(
+    first, second, small, monkeypatch
+):
     monkeypatch.setattr(adamw, "SMALL", 6)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(*first), torch.nn.Linear(*second))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = CompiledAdamW(model, 0.1, moments=torch.float32, compiled=False)
-    assert [weight.numel() for weight in optimizer.weights] == [6, 4 + 2 + 2]
+    assert [weight.numel() for weight in optimizer.weights] == [6, small]
     signs = [
         torch.full_like(parameter, sign)
         for parameter, sign in zip(before, [1, -1, -1, 1], strict=True)
@@ -462,6 +467,14 @@ def test_no_seed_of_the_rounding_comes_twice(monkeypatch):
     for _ in range(3):
         optimizer.step([torch.ones_like(parameter) for parameter in model.parameters()])
     assert len(seeds) == len(set(seeds)) == 3 * len(optimizer.weights) == 6
+
+
+def test_bits_that_are_not_hashed_have_no_seed(monkeypatch):
+    optimizer = CompiledAdamW(torch.nn.Linear(2, 2), 0.1, compiled=False)
+    seeds = []
+    monkeypatch.setattr(optimizer, "update", lambda *words: seeds.append(words[-1]))
+    optimizer.step([torch.ones_like(parameter) for parameter in optimizer.parameters])
+    assert seeds == [None]
 
 
 def test_the_bits_of_hashed_rounding_are_those_of_murmurhash3():

@@ -164,6 +164,8 @@ def test_what_the_searched_rivals_steps_before_the_capture_trained_is_put_back(
     assert torch.equal(weights(peer), before)
     assert step.update.count == 0
     assert not any(moment.any() for moment in step.update.moments())
+    seeds = step.update.seeds
+    assert [seed.item() for seed in seeds] == list(range(len(seeds)))
     step(example)
     assert not torch.equal(weights(peer), before)
 
