@@ -365,6 +365,12 @@ def test_a_summary_of_a_cpu_counts_no_launches():
     assert summary["busy_share"] == pytest.approx(0.05)
 
 
+def test_a_trace_without_work_has_a_summary_of_nothing():
+    table = trace.label_like(trace.work([], WIDTHS), trace.work(gpu_trace(), WIDTHS))
+    summary = trace.summary(table, [], step_ms=1.0)
+    assert (summary["busy_ms"], summary["busy_share"], summary["kernels"]) == (0.0, 0.0, [])
+
+
 def test_a_replayed_kernel_without_a_counterpart_keeps_its_part_and_comes_first_in_the_forward():
     known = trace.work(gpu_trace(), WIDTHS)
     events = in_one_step()
