@@ -6,8 +6,10 @@ import pytest
 
 from qa_lib.lab.app import choices
 from qa_lib.lab.app.choices import Choice, Choices, named, offered
+from qa_lib.records.schema import QUANTIZED_SCHEMA
 from tests.app.server import folder_of, key_of
-from tests.material import change_record
+from tests.material import change_record, leave, write
+from tests.tiny import planned
 
 
 @pytest.fixture
@@ -43,6 +45,40 @@ def test_a_run_whose_f1_is_no_number_is_not_offered(with_real_text, spoilt):
     folder, real = with_real_text
     change_record(real, quality={"best_f1": spoilt})
     assert len(offered(folder)) == 2
+
+
+SCORES = {"best_f1": 70.0, "best_f1_threshold": 1.0}
+
+
+def test_a_quantized_copy_has_the_name_of_its_width_and_scores_of_its_own(tmp_path):
+    copy = leave(tmp_path, planned(), quality=SCORES) / "model-int8"
+    copy.mkdir()
+    after = {"best_f1": 65.0, "best_f1_threshold": 2.0}
+    quantized = {"schema": QUANTIZED_SCHEMA, "width": "int8", "after": after}
+    write(copy / "quantized.json", quantized)
+    (choice,) = offered(tmp_path)
+    assert choice.name == "A1-s0 · int8 · smoke · F1 65.0"
+    assert (choice.f1, choice.threshold) == (65.0, 2.0)
+    assert choice.key == f"{planned().run_path}/model-int8"
+
+
+@pytest.mark.parametrize(
+    ("status", "task", "offers"), [("ok", "qa", 1), ("ok", "lm", 0), ("killed", "qa", 0)]
+)
+def test_models_of_runs_that_answer_questions_and_ended_ok_are_offered(
+    status, task, offers, tmp_path
+):
+    run = leave(tmp_path, planned(), status, quality=SCORES, task={"name": task})
+    (run / "model").mkdir()
+    (run / "model" / "model.safetensors").touch()
+    assert len(offered(tmp_path)) == offers
+
+
+def test_a_model_that_a_link_leads_to_has_the_record_of_its_run(tmp_path):
+    run = leave(tmp_path / "runs", planned(), quality=SCORES)
+    (run / "model").mkdir()
+    (tmp_path / "link").symlink_to(run / "model")
+    assert choices._choice_of_run(tmp_path / "link").threshold == 1.0
 
 
 def test_a_key_is_no_path(runs):
