@@ -970,6 +970,19 @@ def test_a_search_starts_with_what_its_peer_does_and_ends_with_plain_fp32(
     assert plain.args == ("plain fp32", PLAIN)
 
 
+def test_ligers_kernel_is_given_the_words_alone(monkeypatch):
+    """Rows that fill up a tile would have a share of its softmax."""
+    kernel = Mock()
+    liger = Mock(LigerFusedLinearCrossEntropyLoss=lambda: kernel)
+    monkeypatch.setitem(sys.modules, "liger_kernel", Mock())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    x, weight, targets = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, dtype=torch.int64)
+    gpt2.liger_loss(x, weight, targets, 6)
+    rows, *others = kernel.call_args.args
+    assert rows.shape == (6, 4)
+    assert others == [x, targets]
+
+
 # A step of a rival.
 
 

@@ -116,6 +116,7 @@ PARTS = [
     ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
     ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
     ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
+    ("Memcpy DtoD", "aten::copy_", [(WIDE, HIDDEN)], "optimizer", "optimizer"),
 ]  # fmt: skip
 
 

@@ -285,6 +285,14 @@ def test_an_mpnet_has_the_activation_and_the_norms_of_its_configuration(batch):
     torch.testing.assert_close(model(**inputs).last_hidden_state[is_token], expected[is_token])
 
 
+def test_an_mpnets_layers_drop_out_at_the_rates_of_its_configuration():
+    rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
+    model = speed_up(tiny_model("mpnet", "none", drops=True, **rates), say=quiet)
+    for layer in model.encoder.layer:
+        assert layer.attention.self.dropout.p == 0.2
+        assert layer.attention.output.dropout.p == layer.output.dropout.p == 0.3
+
+
 def test_an_mpnet_returns_what_its_configuration_says_where_the_call_does_not(batch):
     model = speed_up(tiny_model("mpnet", "none"), say=quiet)
     assert model(input_ids=batch["input_ids"]).hidden_states is None
