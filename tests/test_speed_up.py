@@ -310,6 +310,9 @@ def test_mpnets_weights_of_attention_are_refused(batch):
         input_ids=batch["input_ids"],
         output_attentions=True,
     )
+    model.config._output_attentions = True
+    refused("output_attentions: the kernels", model, input_ids=batch["input_ids"])
+    model(input_ids=batch["input_ids"], output_attentions=False)
 
 
 def test_an_mpnet_of_another_padding_token_counts_positions_as_transformers_does():
