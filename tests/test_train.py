@@ -349,6 +349,15 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped_to_a
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
 
 
+def test_the_norm_is_of_the_gradients_that_there_are_in_all_processes():
+    """A parameter may have none. Here the others' gradients make the norm twice as large."""
+    used, unused = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    used.grad = torch.tensor([3.0, 4.0])
+    clip(torch.optim.SGD([used, unused]), lambda norm: 2 * norm)
+    assert used.grad.tolist() == pytest.approx([0.3, 0.4])
+    assert unused.grad is None
+
+
 def test_masters_are_told_whose_gradients_their_norm_is_of():
     optimizer = MasterAdamW([torch.nn.Parameter(torch.ones(4).bfloat16())])
     strategy = Mock()
