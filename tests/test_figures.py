@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from qa_lib.lab.report import figures, profile_figures, style
@@ -257,6 +258,10 @@ def test_a_spoilt_record_is_a_sentence_that_names_the_error():
             {"A1": 1.0, "A2": 6.0, "A0": 0.5, "A0-compile": 3.0},
             "A2 trains 6.00× as fast as A1, 2.00× as fast as the best Trainer (A0-compile)",
         ),
+        (
+            {"A1": 1.0, "A2": 6.0, "A3": math.nan, "A0": 0.5, "E-searched": math.nan},
+            "A2 trains 6.00× as fast as A1, 12.0× as fast as the plain Trainer (A0)",
+        ),
     ],
 )
 def test_the_finding_of_speeds_names_the_top_and_its_best_rival(ratios, title):
@@ -271,6 +276,32 @@ def test_the_lines_of_speeds_are_at_the_largest_micro_batch_of_the_baseline(monk
     runs = pd.DataFrame({"status": ["ok"], "time.wall_s": [1.0], "task.name": ["qa"]})
     assert figures.timed(runs)["variant"].tolist() == ["A1", "A3"]
     assert figures.timed(runs)["micro_batch"].eq(16).all()
+
+
+def test_a_variant_without_a_speed_has_its_reason_in_place_of_a_bar_as_it_is_written():
+    shown = pd.DataFrame({
+        "variant": ["A1", "A2", "A3"],
+        "samples_per_s": [10.0, math.nan, math.nan],
+        "samples_per_s±": math.nan,
+        "note": ["", "", "error: $x_{ of y$"],
+    })  # fmt: skip
+    axis = Figure().subplots()
+    figures._draw_speeds(axis, shown, "A1")
+    texts = {text.get_position()[1]: text for text in axis.texts}
+    assert {bar: text.get_text() for bar, text in texts.items()} == {
+        1: " not measured",
+        2: " error: $x_{ of y$",
+    }
+    assert not any(text.get_parse_math() for text in texts.values())
+
+
+def test_the_caption_of_the_ladder_names_the_code_of_the_runs_that_it_shows(drawn):
+    _, runs, _ = drawn
+    smaller = runs.assign(micro_batch=1, code="f" * 40, **{"code.commit": "f" * 40})
+    figure = figures.fig_ladder(pd.concat([runs, smaller], ignore_index=True))
+    caption = " ".join(text.get_text() for text in figure.texts)
+    assert "Micro-batch 8." in caption
+    assert "fffffff" not in caption
 
 
 # A run as it went.
