@@ -165,6 +165,17 @@ def test_a_kept_figure_is_linked_with_its_title(kept):
     assert link.endswith("](figures/cpu-smoke/ladder.png)")
 
 
+def test_a_picture_without_a_title_is_linked_by_its_name_from_the_current_folder(
+    tmp_path, monkeypatch
+):
+    for folder in ("figures", "notebooks"):
+        (tmp_path / folder).mkdir()
+    path = tmp_path / "figures" / "ladder.png"
+    Image.new("RGB", (2, 2)).save(path)
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert figures.picture_link(path) == "![ladder](../figures/ladder.png)"
+
+
 def test_a_figure_that_was_not_drawn_is_not_linked(tmp_path):
     assert figures.picture_link(tmp_path / "ladder.png") == ""
 
@@ -311,6 +322,7 @@ def test_a_run_is_drawn_with_its_loss_its_steps_and_where_timing_begins(tmp_path
     folder = tmp_path / "g" / "A1-s0-x"
     folder.mkdir(parents=True)
     steps = [{"step": n, "loss": float(n), "lr": 0.1, "ms": 5.0 + n} for n in range(1, 41)]
+    steps.append({"step": 41, "loss": None, "lr": 0.1, "ms": 5.0})  # is not drawn
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     spec = {"variant": "A1", "preset": {"measure_from": 7}}
     record = {"run_id": "A1-s0-x", "group": "g", "status": "ok", "spec": spec}

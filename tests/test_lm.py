@@ -210,6 +210,7 @@ def test_a_text_of_one_window_is_enough_to_train_on(folder, tmp_path):
     assert len(data.samples.text.tokens) == 64, "the end token, and one for each byte"
     assert len(data.samples) == 1
     assert data.n == data.samples.text.words == 63
+    assert data.load_s > 0
 
 
 def test_one_token_is_enough_to_score(folder, tmp_path):
