@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 import torch
 from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.lab.search import max_batch, memory_estimate
+from qa_lib.lab.search import max_batch, memory, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
     MemoryNeeds,
     estimate,
@@ -76,6 +77,25 @@ def test_the_verb_says_what_a_gpu_cannot_run(printed):
 
 def test_the_verb_says_what_is_not_predicted(printed):
     assert "A1-int8: what training on rounded weights keeps" in printed
+
+
+def test_variants_of_which_none_is_predicted_have_no_table(typed):
+    printed = typed("memory A1-int8 --preset smoke")
+    assert printed.startswith("A1-int8: what training on rounded weights")
+    assert printed.count("\n") == 1
+
+
+def test_a_phase_names_each_variant_that_has_its_peak_there_once(capsys):
+    table = pd.DataFrame({
+        "variant": ["A1", "A1", "A3"],
+        "optimizer": [1.0, 2.0, 3000.0],
+        "phase": ["optimizer", "optimizer", "end of backward"],
+    })  # fmt: skip
+    memory._print_table(table)
+    heading, *rows, first, second, _ = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["variant", "optim."]
+    assert [row.split() for row in rows] == [["A1", "1"], ["A1", "2"], ["A3", "3,000"]]
+    assert (first, second) == ("peak in optimizer: A1", "peak in end of backward: A3")
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,15 @@ def rates_of(spec, steps=100):
     return [learning_rate(spec, step, steps) for step in range(steps)]
 
 
+def test_a_masked_loss_of_logits_in_half_precision_is_in_fp32():
+    logits = torch.linspace(-3, 3, 8).bfloat16()[None]
+    output = Mock(start_logits=logits, end_logits=logits)
+    model = compilation.MaskedLossOf(lambda **_: output)
+    place = torch.tensor([2])
+    loss = model(torch.ones(1, 8, dtype=torch.int64), place, place)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), place))
+
+
 def test_the_learning_rate_rises_to_the_presets_and_falls_from_there():
     spec = spec_of("A1", warmup=0.1)
     rate = spec.preset.learning_rate
