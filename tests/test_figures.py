@@ -308,7 +308,8 @@ def test_a_variant_without_a_speed_has_its_reason_in_place_of_a_bar_as_it_is_wri
 
 def test_the_caption_of_the_ladder_names_the_code_of_the_runs_that_it_shows(drawn):
     _, runs, _ = drawn
-    smaller = runs.assign(micro_batch=1, code="f" * 40, **{"code.commit": "f" * 40})
+    other_code = {"code": "f" * 40, "code.commit": "f" * 40, "code.digest": "f" * 64}
+    smaller = runs.assign(micro_batch=1, **other_code)
     figure = figures.fig_ladder(pd.concat([runs, smaller], ignore_index=True))
     caption = " ".join(text.get_text() for text in figure.texts)
     assert "Micro-batch 8." in caption

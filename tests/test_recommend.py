@@ -38,7 +38,7 @@ from qa_lib.train.step_log import StepFailed
 from tests import faulty, small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import committed, leave, refused, write
-from tests.tiny import CPU, checkpoint
+from tests.tiny import CPU, checkpoint, planned
 
 
 def card(name: str, sm: int, gib: float, gpus: int = 1, **more) -> Machine:
@@ -586,6 +586,15 @@ def hung_run(tmp_path, monkeypatch):
         return entry
 
     return run
+
+
+def test_a_recommended_run_that_somebody_waits_for_has_no_limit_of_time(tmp_path, monkeypatch):
+    launcher = Mock(side_effect=UserError("no launcher"))
+    monkeypatch.setattr(anywhere, "Launcher", launcher)
+    spec = dataclasses.replace(planned(), chosen=["variant"], adjusted=["recommended: A1"])
+    refused("no launcher", anywhere.fit, spec, tmp_path)
+    assert launcher.call_args.kwargs["time_limit_s"] == math.inf
+    assert launcher.call_args.kwargs["aloud"], "its steps are seen meanwhile"
 
 
 @pytest.mark.parametrize("steps", [0, 2])
