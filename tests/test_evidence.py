@@ -840,6 +840,12 @@ def test_each_value_stands_under_its_heading(line):
     }
 
 
+def test_an_axis_is_shown_where_some_lines_have_no_value_of_it(line):
+    lines = pd.concat([line.assign(length=384.0), line.assign(length=math.nan)])
+    assert evidence.AXES["length"] in summary.result_table(lines)
+    assert evidence.AXES["length"] not in summary.result_table(line.assign(length=384.0))
+
+
 def test_tokens_a_second_are_shown_of_a_language_model_alone(line):
     of_language = line.assign(**{"task.name": "lm"})
     assert summary.result_table(of_language)["tokens/s"].item() == "12.0"

@@ -9,7 +9,12 @@ from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.search.plan import plan
-from qa_lib.lab.search.sizes import CardMemory, quickest_first
+from qa_lib.lab.search.sizes import (
+    CardMemory,
+    at_micro_batch,
+    kept_micro_batch,
+    quickest_first,
+)
 from qa_lib.lab.sweep import notebook_parameters
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
@@ -242,6 +247,19 @@ def test_the_size_that_most_runs_have_already_is_taken(planned, tmp_path):
         leave(tmp_path, planned([variant], H100, micro_batch=size)[0])
     (new,) = (spec for spec in planned(["A1", "A2", "A3", "A4"], H100) if spec.variant == "A4")
     assert new.asked.micro_batch == 8
+
+
+def test_a_run_is_found_in_a_folder_whose_name_has_signs_of_patterns(planned, tmp_path):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    runs = tmp_path / "runs [1]*"
+    leave(runs, spec)
+    assert kept_micro_batch(spec, H100, runs) == 4
+
+
+def test_a_run_that_its_model_cannot_have_is_skipped_at_every_size(planned):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    spec = dataclasses.replace(spec, skip="does not fit")
+    assert at_micro_batch(spec, 8, H100).skip == "does not fit"
 
 
 def test_a_card_whose_whole_memory_is_not_known_has_at_least_what_is_free(tmp_path):
