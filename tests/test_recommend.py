@@ -592,9 +592,19 @@ def test_a_recommended_run_that_somebody_waits_for_has_no_limit_of_time(tmp_path
     launcher = Mock(side_effect=UserError("no launcher"))
     monkeypatch.setattr(anywhere, "Launcher", launcher)
     spec = dataclasses.replace(planned(), chosen=["variant"], adjusted=["recommended: A1"])
-    refused("no launcher", anywhere.fit, spec, tmp_path)
+    said = []
+    refused("no launcher", anywhere.fit, spec, tmp_path, say=said.append)
     assert launcher.call_args.kwargs["time_limit_s"] == math.inf
     assert launcher.call_args.kwargs["aloud"], "its steps are seen meanwhile"
+    assert said == [], "the launcher says what was chosen"
+
+
+def test_a_run_of_which_the_size_alone_was_chosen_trains_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(anywhere, "fit_here", lambda *_: "trained here")
+    spec = dataclasses.replace(planned(), chosen=["micro_batch"], adjusted=["micro-batch 8"])
+    said = []
+    assert anywhere.fit(spec, tmp_path, say=said.append) == "trained here"
+    assert said == ["micro-batch 8"]
 
 
 @pytest.mark.parametrize("steps", [0, 2])

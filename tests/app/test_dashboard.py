@@ -100,6 +100,13 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path):
     assert "<td>A2</td>" in report
 
 
+def test_a_table_names_no_folder_of_this_machine(tmp_path):
+    leave(tmp_path, spec_on("cpu"), "error", {"message": "/home/me/lab/data.json: no such file"})
+    report = dashboard(tmp_path, tmp_path).report
+    assert "data.json: no such file" in report
+    assert "/home/me" not in report
+
+
 def test_a_group_without_figures_says_how_to_draw_them(runs, tmp_path):
     assert "No figures yet" in dashboard(runs, tmp_path, "cpu-smoke").report
 
