@@ -579,6 +579,7 @@ def test_windows_are_those_of_the_reference_script_where_a_models_config_says_no
     ("tokens", "stride", "lengths"),
     [
         (40, 10, (40, 10)),
+        (40, 0, (40, 0)),  # windows that share nothing
         (96, 32, (48, 16)),  # more than the positions
         ("abc", 1, (48, 16)),  # no number
         (True, 0, (48, 16)),  # nor is a bool

@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -306,6 +307,14 @@ def epochs_of(variant, count, seed=0):
     assert batches.steps == 3 * count, "of two micro-batches"
     micro_batches = [indices for step in range(batches.steps) for indices in batches.step(step)]
     return np.stack(micro_batches).reshape(count, 6, 8)
+
+
+def test_a_step_may_straddle_two_epochs_so_that_no_micro_batch_is_left_out():
+    """Three epochs of five micro-batches are seven steps of two, and one micro-batch over."""
+    preset = SimpleNamespace(steps=None, epochs=3)
+    settings = SimpleNamespace(micro_batch=2)
+    spec = SimpleNamespace(preset=preset, settings=settings, micro_batches=2, data={"name": "d"})
+    assert Batches([None] * 10, spec).steps == 7
 
 
 @pytest.mark.parametrize("variant", SIZED)
