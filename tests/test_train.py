@@ -180,6 +180,23 @@ def test_what_the_searched_rivals_steps_before_the_capture_trained_is_put_back(
     assert not torch.equal(weights(peer), before)
 
 
+def test_a_rivals_meter_leaves_out_the_last_steps_and_knows_what_was_compiled_before(
+    samples, tmp_path, monkeypatch
+):
+    meter, log, hooks = Mock(), Mock(), Mock(untimed_steps=1)
+    monkeypatch.setattr(plain, "Meter", meter)
+    monkeypatch.setattr(plain, "StepLog", log)
+    spec = spec_of("E-searched", settings={"compile": "none"})
+    batches = batches_of(samples, spec)
+    ranks = ProcessGroup(DEVICE)
+    plain.train(build_model(spec), batches, spec, tmp_path, quiet, hooks, ranks)
+    last = batches.steps - 1
+    assert meter.call_args.args == (DEVICE, spec.preset.measure_from, 0, last)
+    assert meter.return_value.compiled_before_s > 0
+    assert log.call_args.kwargs["begin"] == 0
+    assert hooks.finished.call_count == log.return_value.step.call_count == batches.steps
+
+
 def test_the_searched_rivals_optimizer_is_measured_by_its_moments(samples, tmp_path):
     model, optimizer, *_ = trained(
         spec_of("E-searched", settings={"compile": "none"}), samples, tmp_path
