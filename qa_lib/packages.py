@@ -168,7 +168,6 @@ def _needs_of(package: str, extra: str) -> Iterator[Requirement]:
         except InvalidRequirement:  # of a package of long ago
             continue
         if requirement.marker is None or requirement.marker.evaluate({"extra": extra}):
-            requirement.marker = None
             yield requirement
 
 

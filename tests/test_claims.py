@@ -1,6 +1,7 @@
 """The reference project's claims: a verdict follows from the records and the bounds alone."""
 
 import math
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
@@ -9,6 +10,7 @@ from qa_lib.lab.report import claims, evidence, facts
 from qa_lib.lab.report.claims import CANNOT_TELL, Found
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.report.stats import BEST_F1, FAILS, HOLDS, OPEN
+from qa_lib.spec.variants import RECOMMENDED
 from tests.material import committed
 from tests.report_runs import make
 from tests.tiny import H200
@@ -102,6 +104,93 @@ def test_a_published_ratio_of_speeds_agrees_within_ten_percent(measured, speed, 
 )
 def test_two_points_are_lost_where_a_loss_is_shown_that_may_be_two(cost, sign):
     assert claims._costs_two(cost) == sign
+
+
+@pytest.mark.parametrize(
+    ("ratios", "text", "sign"),
+    [
+        ({"C1": 0.8}, "C1 −20 %", HOLDS),
+        ({"C1": 0.9}, "C1 −10 %", FAILS),
+        ({"C1": 0.8, "C2": math.nan}, "C1 −20 %, C2 –", OPEN),
+        ({"C2": 1.25}, "C2 +25 %", FAILS),
+    ],
+)
+def test_memory_is_told_by_how_much_a_variant_takes_less_or_more(ratios, text, sign):
+    assert claims.leaner(ratios, 0.85) == Found(text, sign)
+
+
+@pytest.mark.parametrize(("room", "sign"), [(18.5, HOLDS), (17.5, CANNOT_TELL)])
+def test_a_loss_can_be_told_where_never_answering_loses_the_least_of_it(room, sign):
+    """Theirs is 22 points, and 4 more or fewer agree with it."""
+    measured = SimpleNamespace(room=lambda _: room, difference=lambda *_: (-20.0, 1.0))
+    assert claims.loses_about(measured, "B1", -22, 4).sign == sign
+
+
+@pytest.mark.parametrize(("room", "sign"), [(21.2, HOLDS), (20.8, CANNOT_TELL)])
+def test_a_published_loss_can_be_told_where_never_answering_loses_the_least_of_it(room, sign):
+    measured = SimpleNamespace(room=lambda _: room, difference=lambda *_: (-22.0, 0.5))
+    assert claims._as_theirs(measured, "B1", -22, "quality.f1").sign == sign
+
+
+def test_a_score_without_an_interval_is_open_and_one_that_was_not_measured_cannot_be_told():
+    assert claims.of_interval((0.0, math.nan), -1, 1) == OPEN
+    assert claims.of_interval((math.nan, math.nan), -1, 1) == CANNOT_TELL
+    assert claims.judged(0.0, math.nan, -1, 1) == HOLDS
+
+
+@pytest.mark.parametrize(
+    ("steps", "text", "sign"),
+    [
+        ((600, 500, 500, 700), "500 to 700 steps; mean of 3 runs of A1 ± ", HOLDS),
+        ((600, 600, 600, 499), "499 to 600 steps; mean of 3 runs of A1 ± ", FAILS),
+        ((500, 500, 500, 500), "500 steps; mean of 3 runs of A1 ± ", HOLDS),
+    ],
+)
+def test_the_protocol_asks_for_500_steps_of_every_run(steps, text, sign):
+    """The recommended variant has one run, whose mean has no interval."""
+    bench = pd.DataFrame({
+        "micro_batch": 32,
+        "spec.variant": ["A1", "A1", "A1", RECOMMENDED],
+        "speed.samples_per_s": [100.0, 101.0, 102.0, 900.0],
+        "time.step_ms.n": steps,
+    })  # fmt: skip
+    found = claims._protocol(SimpleNamespace(bench=bench))
+    assert found.text.startswith(text)
+    assert RECOMMENDED not in found.text
+    assert found.sign == sign
+
+
+def test_peaks_by_the_published_protocol_are_the_last_of_micro_batch_8(tmp_path):
+    for variant, seed, size, peak in (
+        ("A3", 0, 8, 90),
+        ("A3", 1, 8, 100),
+        ("A3", 2, 32, 400),
+        ("C1", 0, 8, 80),
+    ):
+        make(tmp_path, variant, seed, machine=H200, preset="vram", micro_batch=size, peak=peak)
+    make(tmp_path, "C1", 1, machine=H200, preset="vram", micro_batch=8, peak=1, status="oom")
+    measured = claims.Measured(load_runs(tmp_path), "h200-vram")
+    assert measured.first_peak("C1", "A3") == pytest.approx(0.8)
+    assert math.isnan(measured.first_peak("C2", "A3"))
+
+
+@pytest.mark.parametrize(
+    ("other", "seeds"),
+    [
+        ({}, [1]),
+        ({"spec.search": ""}, [0, 1]),
+        ({"spec.variant": "B1"}, [0, 1]),
+        ({"spec.hardware": "cpu"}, [0, 1]),
+        ({"data.sha256": "other"}, [0, 1]),
+    ],
+)
+def test_seeds_that_chose_a_rate_on_these_data_and_this_card_do_not_speak_for_it(other, seeds):
+    common = {"spec.hardware": "h200", "data.sha256": "squad", "spec.variant": "B1-all"}
+    scored = pd.DataFrame([common | {"spec.seed": seed} for seed in (0, 1)])
+    tries = pd.DataFrame([common | {"spec.search": "tune", "spec.seed": 0} | other])
+    measured = SimpleNamespace(bench=scored, scored=scored)
+    fresh = claims.Measured._without_seeds_of_a_search(measured, tries, "B1-all")
+    assert fresh["spec.seed"].tolist() == seeds
 
 
 def test_within_one_point_is_at_both_thresholds():

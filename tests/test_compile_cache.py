@@ -243,6 +243,25 @@ def test_paths_that_a_command_can_have_stay_as_they_are(monkeypatch):
     assert cpp_extension.TORCH_LIB_PATH == "/usr/lib/torch/lib"
 
 
+@pytest.mark.parametrize("cache", ["cache", "my cache"])
+def test_a_compile_cache_stays_where_it_is_whatever_folder_a_process_goes_to(
+    cache, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", cache)
+    use_plain_paths()
+    path = os.environ["TORCHINDUCTOR_CACHE_DIR"]
+    assert os.path.isabs(path)
+    assert os.path.realpath(path) == str(tmp_path / cache)
+
+
+@pytest.mark.parametrize("folder", [None, ""])
+def test_a_python_that_names_no_folder_of_its_libraries_is_left_alone(folder, monkeypatch):
+    monkeypatch.setitem(sysconfig.get_config_vars(), "LIBDIR", folder)
+    use_plain_paths()
+    assert sysconfig.get_config_var("LIBDIR") == folder
+
+
 def test_a_temporary_folder_for_which_no_link_can_stand_is_one_line(odd, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: False)
     refused("compilers take no path with blanks or quotes.*: set TMPDIR", use_plain_paths)

@@ -418,6 +418,12 @@ def test_compilation_is_made_up_for_after_its_seconds_over_those_saved_a_step(tm
     assert steps["C2"] == math.inf
 
 
+def test_a_compilation_whose_price_is_not_known_is_not_said_to_be_made_up_for_never(tmp_path):
+    make(tmp_path, "A1", speed=100.0)
+    change_record(make(tmp_path, "C2", speed=80.0), time={"compile_s": 0.3})  # it found some code
+    assert math.isnan(lines_of(tmp_path)["break_even"]["C2"])
+
+
 def test_mfu_is_of_the_cards_data_sheet(tmp_path):
     make(tmp_path, "A4", machine=H200, peak=20.0)
     runs = load_runs(tmp_path).assign(**{
@@ -832,6 +838,12 @@ def test_each_value_stands_under_its_heading(line):
         "break-even step": "never",
         "wall s": "90.0",
     }
+
+
+def test_an_axis_is_shown_where_some_lines_have_no_value_of_it(line):
+    lines = pd.concat([line.assign(length=384.0), line.assign(length=math.nan)])
+    assert evidence.AXES["length"] in summary.result_table(lines)
+    assert evidence.AXES["length"] not in summary.result_table(line.assign(length=384.0))
 
 
 def test_tokens_a_second_are_shown_of_a_language_model_alone(line):

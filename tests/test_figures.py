@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 from PIL import Image
 
 from qa_lib.lab.report import figures, profile_figures, style
@@ -179,6 +180,17 @@ def test_a_kept_figure_is_linked_with_its_title(kept):
     assert link.endswith("](figures/cpu-smoke/ladder.png)")
 
 
+def test_a_picture_without_a_title_is_linked_by_its_name_from_the_current_folder(
+    tmp_path, monkeypatch
+):
+    for folder in ("figures", "notebooks"):
+        (tmp_path / folder).mkdir()
+    path = tmp_path / "figures" / "ladder.png"
+    Image.new("RGB", (2, 2)).save(path)
+    monkeypatch.chdir(tmp_path / "notebooks")
+    assert figures.picture_link(path) == "![ladder](../figures/ladder.png)"
+
+
 def test_a_figure_that_was_not_drawn_is_not_linked(tmp_path):
     assert figures.picture_link(tmp_path / "ladder.png") == ""
 
@@ -262,6 +274,10 @@ def test_a_spoilt_record_is_a_sentence_that_names_the_error():
             {"A1": 1.0, "A2": 6.0, "A0": 0.5, "A0-compile": 3.0},
             "A2 trains 6.00× as fast as A1, 2.00× as fast as the best Trainer (A0-compile)",
         ),
+        (
+            {"A1": 1.0, "A2": 6.0, "A3": math.nan, "A0": 0.5, "E-searched": math.nan},
+            "A2 trains 6.00× as fast as A1, 12.0× as fast as the plain Trainer (A0)",
+        ),
     ],
 )
 def test_the_finding_of_speeds_names_the_top_and_its_best_rival(ratios, title):
@@ -278,6 +294,33 @@ def test_the_lines_of_speeds_are_at_the_largest_micro_batch_of_the_baseline(monk
     assert figures.timed(runs)["micro_batch"].eq(16).all()
 
 
+def test_a_variant_without_a_speed_has_its_reason_in_place_of_a_bar_as_it_is_written():
+    shown = pd.DataFrame({
+        "variant": ["A1", "A2", "A3"],
+        "samples_per_s": [10.0, math.nan, math.nan],
+        "samples_per_s±": math.nan,
+        "note": ["", "", "error: $x_{ of y$"],
+    })  # fmt: skip
+    axis = Figure().subplots()
+    figures._draw_speeds(axis, shown, "A1")
+    texts = {text.get_position()[1]: text for text in axis.texts}
+    assert {bar: text.get_text() for bar, text in texts.items()} == {
+        1: " not measured",
+        2: " error: $x_{ of y$",
+    }
+    assert not any(text.get_parse_math() for text in texts.values())
+
+
+def test_the_caption_of_the_ladder_names_the_code_of_the_runs_that_it_shows(drawn):
+    _, runs, _ = drawn
+    other_code = {"code": "f" * 40, "code.commit": "f" * 40, "code.digest": "f" * 64}
+    smaller = runs.assign(micro_batch=1, **other_code)
+    figure = figures.fig_ladder(pd.concat([runs, smaller], ignore_index=True))
+    caption = " ".join(text.get_text() for text in figure.texts)
+    assert "Micro-batch 8." in caption
+    assert "fffffff" not in caption
+
+
 # A run as it went.
 
 
@@ -285,6 +328,7 @@ def test_a_run_is_drawn_with_its_loss_its_steps_and_where_timing_begins(tmp_path
     folder = tmp_path / "g" / "A1-s0-x"
     folder.mkdir(parents=True)
     steps = [{"step": n, "loss": float(n), "lr": 0.1, "ms": 5.0 + n} for n in range(1, 41)]
+    steps.append({"step": 41, "loss": None, "lr": 0.1, "ms": 5.0})  # is not drawn
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
     spec = {"variant": "A1", "preset": {"measure_from": 7}}
     record = {"run_id": "A1-s0-x", "group": "g", "status": "ok", "spec": spec}

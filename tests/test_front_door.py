@@ -194,6 +194,10 @@ def test_a_quickstart_sums_up_its_runs_and_begins_the_longest_first(quickstart_h
     assert "the answer of A2-s0-" in summary
 
 
+def test_a_run_that_this_machine_cannot_do_fails_no_quickstart(quickstart_here):
+    assert quickstart_here.run(A0="skipped", A2="ok") == 0
+
+
 def test_the_path_of_the_ladder_leads_there_from_the_current_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     path = Path(quickstart_module._figure_path())

@@ -119,6 +119,12 @@ def test_an_optimizer_that_cannot_be_captured_is_refused(optimizer, said):
     refused(said, check_capture, torch.device("cuda"), optimizer)
 
 
+def test_an_optimizer_of_which_one_group_cannot_be_captured_is_refused():
+    groups = [{"params": PARAMETERS, "capturable": True}, {"params": [torch.ones(2)]}]
+    said = r"AdamW counts its steps on the host, "
+    refused(said, check_capture, torch.device("cuda"), torch.optim.AdamW(groups))
+
+
 def test_optimizers_that_can_be_captured_are_taken():
     halves = [torch.nn.Parameter(torch.ones(2).bfloat16())]
     check_capture(torch.device("cuda"), MasterAdamW(halves))
@@ -147,6 +153,14 @@ def test_a_batch_of_another_shape_is_refused():
     step(batch)
     other = batch | {"labels": batch["labels"][:3]}
     refused(r"labels of the batch has shape \(3,\), and in the first batch \(16,\)", step, other)
+
+
+def test_a_batch_that_lacks_what_the_first_one_had_is_refused():
+    step = a_step()
+    (batch,) = batches(1)
+    step(batch)
+    del batch["labels"]
+    refused("labels of the batch has shape None, and in the first batch", step, batch)
 
 
 def test_a_batch_without_labels_is_refused():

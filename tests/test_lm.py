@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from qa_lib.__main__ import main
 from qa_lib.data import text as tokens
 from qa_lib.data.batches import Batches
-from qa_lib.data.load import load_text
+from qa_lib.data.load import batches_of, load_text
 from qa_lib.data.text import learn_tokenizer, open_text, tokenize_text
 from qa_lib.lab import sweep
 from qa_lib.lab.launch.anywhere import fit
@@ -210,6 +210,7 @@ def test_a_text_of_one_window_is_enough_to_train_on(folder, tmp_path):
     assert len(data.samples.text.tokens) == 64, "the end token, and one for each byte"
     assert len(data.samples) == 1
     assert data.n == data.samples.text.words == 63
+    assert data.load_s > 0
 
 
 def test_one_token_is_enough_to_score(folder, tmp_path):
@@ -409,6 +410,11 @@ def test_batches_are_windows_of_the_text(folder):
         windows = [samples.text.tokens[64 * number :][:64] for number in numbers]
         assert np.array_equal(arrays["input_ids"], windows)
         assert np.array_equal(arrays["labels"], windows)
+
+
+def test_the_searched_rival_of_a_language_model_takes_windows_and_packs_nothing(folder):
+    data = load_text(short(data=folder))
+    assert type(batches_of(data.samples, short("L-searched", data=folder))) is Batches
 
 
 def test_the_arithmetic_of_a_step_is_that_of_its_products():

@@ -4,12 +4,13 @@ import dataclasses
 import functools
 from unittest.mock import Mock
 
+import pandas as pd
 import pytest
 import torch
 from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.lab.search import max_batch, memory_estimate
+from qa_lib.lab.search import max_batch, memory, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
     MemoryNeeds,
     estimate,
@@ -19,8 +20,9 @@ from qa_lib.lab.search.memory_estimate import (
     unpredicted,
 )
 from qa_lib.lab.search.squad_lengths import SquadLengths
-from qa_lib.lab.search.step_memory import StepMemory
+from qa_lib.lab.search.step_memory import LIBRARIES_MIB, StepMemory
 from qa_lib.measure.hardware import restrict_sdpa
+from qa_lib.measure.meter import MIB
 from qa_lib.model.build import build_model
 from qa_lib.records import record
 from qa_lib.spec.machine import CONTEXT_GIB, Machine
@@ -75,6 +77,25 @@ def test_the_verb_says_what_a_gpu_cannot_run(printed):
 
 def test_the_verb_says_what_is_not_predicted(printed):
     assert "A1-int8: what training on rounded weights keeps" in printed
+
+
+def test_variants_of_which_none_is_predicted_have_no_table(typed):
+    printed = typed("memory A1-int8 --preset smoke")
+    assert printed.startswith("A1-int8: what training on rounded weights")
+    assert printed.count("\n") == 1
+
+
+def test_a_phase_names_each_variant_that_has_its_peak_there_once(capsys):
+    table = pd.DataFrame({
+        "variant": ["A1", "A1", "A3"],
+        "optimizer": [1.0, 2.0, 3000.0],
+        "phase": ["optimizer", "optimizer", "end of backward"],
+    })  # fmt: skip
+    memory._print_table(table)
+    heading, *rows, first, second, _ = capsys.readouterr().out.splitlines()
+    assert heading.split() == ["variant", "optim."]
+    assert [row.split() for row in rows] == [["A1", "1"], ["A1", "2"], ["A3", "3,000"]]
+    assert (first, second) == ("peak in optimizer: A1", "peak in end of backward: A3")
 
 
 @pytest.mark.parametrize(
@@ -411,6 +432,11 @@ def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_a
     assert plain[2] - step.casts() == 2 * MATRICES
 
 
+def test_it_is_the_frozen_matrices_of_the_layers_that_have_4_bits():
+    step = step_of(**AUTOCAST, base_quantization="nf4", trainable="freeze-last-4")
+    assert sum(weight.numel() for weight in step.in_nf4) == MATRICES / 2
+
+
 @pytest.mark.parametrize(
     ("settings", "scores"),
     [(AUTOCAST, TOKENS * 128), (AUTOCAST | {"attention": "sdpa"}, 0)],
@@ -438,6 +464,7 @@ def test_the_loss_has_the_bytes_of_its_logits_and_their_gradients(settings, logi
     [
         # Two inputs of norms, two masks, eight outputs of GEMMs, GELU in fp32, six inputs.
         (FP32, 2 * 4 + 2 + 8 * 4 + 48 + 6 * 4),
+        (AUTOCAST | {"compile": "cudagraphs"}, 2 * 4 + 2 + 8 * 2 + 48 + 6 * 2),
         (COMPILED, 2 * 4 + 2 + 8 * 2 + 6 * 2),
         (COMPILED | {"activation_checkpointing": "elementwise"}, 2 * 4 + 2 + 8 * 2),
         (COMPILED | {"feed_forward": "fp8"}, 2 * 4 + 2 + 8 * 2 + 2 * 2),
@@ -447,6 +474,30 @@ def test_a_layer_keeps_the_bytes_of_what_its_backward_pass_reads(settings, bytes
     assert step_of(**settings).layer_bytes() == bytes_per_unit
 
 
+def test_a_frozen_layer_that_gradients_pass_keeps_no_inputs_of_its_linear_layers():
+    assert step_of(**FP32).layer_bytes(trained=False) == 2 * 4 + 2 + 8 * 4 + 48
+    step = step_of(**FP32, trainable="freeze-last-4")
+    by_layer = [step.layer_bytes(trained) * step.unit for trained in (True, False)]
+    scores = (4 + 4 + 1) * TOKENS * 128
+    kept, largest = step.activations()
+    assert largest == by_layer[0] + scores
+    assert kept == sum(by_layer) + 2 * scores + step.unit
+
+
+@pytest.mark.parametrize(
+    ("settings", "inputs"),
+    [
+        # Query, key and value each have a copy in half precision, unless a compiler makes it.
+        (AUTOCAST, (3 + 1 + 4) * 2),
+        (COMPILED, (1 + 1 + 4) * 2),
+        (FP32, (1 + 1 + 4) * 4),
+    ],
+)
+def test_the_linear_layers_of_a_bert_keep_their_inputs(settings, inputs):
+    spec = dataclasses.replace(planned(), settings=unchecked(**settings))
+    assert StepMemory(spec, TOKENS)._linear_inputs() == inputs
+
+
 def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
     kept, of_a_layer = step_of(**AUTOCAST).activations()
     scores = (4 + 2 + 1) * TOKENS * 128
@@ -454,6 +505,31 @@ def test_activations_are_those_of_all_layers_or_of_one_that_is_recomputed():
     assert kept == 2 * of_a_layer + UNIT
     recomputed = step_of(**AUTOCAST, activation_checkpointing=True).activations()
     assert recomputed == (2 * 4 * UNIT + of_a_layer + UNIT, of_a_layer)
+
+
+def test_a_recomputed_layer_keeps_something_of_its_adapters_all_the_same():
+    step = step_of(**AUTOCAST, activation_checkpointing=True)
+    settings = unchecked(**AUTOCAST, activation_checkpointing=True, trainable="lora-all")
+    step.spec = dataclasses.replace(step.spec, settings=settings)
+    kept, of_a_layer = step.activations()
+    assert kept == 2 * (4 + 5.5) * UNIT + of_a_layer + UNIT
+
+
+@pytest.mark.parametrize(("trainable", "more"), [("all", 4 * 512 * 64), ("freeze-bottom-10", 0)])
+def test_a_head_that_trains_gets_a_gradient_from_both_ends(trainable, more):
+    step = step_of(**AUTOCAST, trainable=trainable)
+    lasting = step.weights() + step.optimizer() + LIBRARIES_MIB * MIB
+    assert step.phases()["end of backward"] == lasting + step.gradients() + more
+
+
+@pytest.mark.parametrize(
+    ("settings", "denominators"),
+    [({}, 4 * ALL), ({"engine": "plain"}, 0), ({"optimizer": "adamw-fused"}, 0)],
+)
+def test_pytorchs_default_adamw_has_all_of_its_denominators_at_once(settings, denominators):
+    step = step_of(**AUTOCAST | settings)
+    lasting = step.weights() + step.optimizer() + LIBRARIES_MIB * MIB
+    assert step.phases()["optimizer"] == lasting + step.gradients() + denominators
 
 
 def test_gradients_of_earlier_micro_batches_are_there_in_the_next_ones_passes():

@@ -191,6 +191,16 @@ def test_half_precision_is_near_to_whole(padding, original, samples):
     torch.testing.assert_close(*losses, atol=0.1, rtol=0.05)
 
 
+@pytest.mark.parametrize("autocasts", [False, True])
+def test_the_bias_has_the_type_that_attention_computes_in(autocasts, original):
+    bias = ours(original, "sdpa").mpnet.encoder.relative_attention_bias
+    hidden = torch.zeros(1, 4, original.config.hidden_size)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocasts):
+        mask = bias.mask(hidden, None)
+    assert mask.dtype == (torch.bfloat16 if autocasts else torch.float32)
+    assert bias.mask(hidden.bfloat16(), None).dtype == torch.bfloat16
+
+
 # The rival.
 
 

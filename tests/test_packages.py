@@ -3,6 +3,7 @@
 The distributions and wheels are these tests' own.
 """
 
+import fcntl
 import json
 import os
 import shlex
@@ -141,16 +142,22 @@ def test_what_an_extra_needs_is_found(stubs):
     assert "stub-gpu is missing" in packages.misfits([Requirement("stub-models[gpu]")])
 
 
-def test_a_torchao_that_peft_refuses_is_named(monkeypatch):
-    versions = {"peft": "0.20.0", "torchao": "0.10.0"}
+@pytest.mark.parametrize("torchao", ["0.10.0", "0.9.0"])
+def test_a_torchao_that_peft_refuses_is_named(monkeypatch, torchao):
+    versions = {"peft": "0.20.0", "torchao": torchao}
     monkeypatch.setattr(packages, "version_of", versions.get)
-    fault = "peft 0.20.0 refuses torchao 0.10.0: type pip install -U"
+    fault = f"peft 0.20.0 refuses torchao {torchao}: type pip install -U"
     assert packages.adapters_fault().startswith(fault)
 
 
 @pytest.mark.parametrize(
     "versions",
-    [{"peft": "0.20.0", "torchao": "0.16.0"}, {"peft": "0.20.0"}, {"torchao": "0.10.0"}],
+    [
+        {"peft": "0.20.0", "torchao": "0.16.0"},
+        {"peft": "0.20.0", "torchao": "1.0.0"},
+        {"peft": "0.20.0"},
+        {"torchao": "0.10.0"},
+    ],
 )
 def test_a_torchao_that_peft_takes_or_that_is_not_beside_it_is_no_fault(monkeypatch, versions):
     monkeypatch.setattr(packages, "version_of", versions.get)
@@ -597,6 +604,11 @@ def test_a_module_of_a_package_that_is_not_here_cannot_be_imported():
     assert not packages.is_importable("no_such_package.module")
 
 
+def test_no_name_of_a_module_is_that_of_one_that_can_be_imported():
+    """Python raises ValueError for an empty name, and an ImportError says none at times."""
+    assert not packages.is_importable("")
+
+
 def test_a_version_before_its_release_fits_what_takes_it(versions, monkeypatch):
     versions["stub"] = "2.11.0a0+git1"
     monkeypatch.setattr(packages.metadata, "requires", lambda name: None)
@@ -662,6 +674,12 @@ def test_of_pips_errors_the_last_is_said(versions, commands):
     assert refused_as_not_ready(packages._install).endswith("this notebook needs: two")
 
 
+@pytest.mark.parametrize(("stderr", "said"), [("one\n two \n", "two"), ("", "it")])
+def test_a_pip_that_names_no_error_is_told_by_its_last_line(stderr, said, versions, commands):
+    commands.returncode, commands.stderr = 1, stderr
+    assert refused_as_not_ready(packages._install).endswith(f"this notebook needs: {said}")
+
+
 def test_what_is_imported_in_the_end_is_every_package_and_part_and_a_torchao(versions, commands):
     versions["torchao"] = "0.16"
     packages._check_imports()
@@ -676,6 +694,67 @@ def test_what_is_imported_in_the_end_is_every_package_and_part_and_a_torchao(ver
 def test_a_part_that_cannot_be_imported_is_said_in_the_last_line(versions, commands):
     commands.returncode, commands.stderr = 1, "a warning\nx cannot be imported: why\n"
     assert refused_as_not_ready(packages._check_imports) == "x cannot be imported: why"
+
+
+def test_a_python_that_ends_without_a_word_while_it_imports_is_told_so(versions, commands):
+    commands.returncode = -11
+    assert refused_as_not_ready(packages._check_imports) == "Python ended"
+
+
+@pytest.fixture
+def steps(monkeypatch, versions):
+    """The steps that prepare_notebook takes, in order, where nothing is missing."""
+    taken = []
+    monkeypatch.delenv(packages.PREPARED, raising=False)
+    for name in (
+        "show_cell_clock",
+        "_go_to_the_checkout",
+        "_say_what_is_missing",
+        "_versions_loaded",
+        "_install",
+        "_check_imports",
+        "_check_not_replaced",
+    ):
+        monkeypatch.setattr(packages, name, lambda *_, name=name: taken.append(name))
+    monkeypatch.setattr(packages, "misfits", lambda needs: [])
+    return taken
+
+
+INSTALLS = ["_versions_loaded", "_install", "_check_imports", "_check_not_replaced"]
+BEGINS = ["show_cell_clock", "_go_to_the_checkout"]
+
+
+@pytest.mark.parametrize(
+    ("here", "install", "expected"),
+    [
+        ({}, None, [*BEGINS, "_say_what_is_missing"]),
+        ({}, True, BEGINS),
+        ({"google-colab": "1"}, None, BEGINS),
+        ({"google-colab": "1"}, False, [*BEGINS, "_say_what_is_missing"]),
+        ({"peft": "0.20", "torchao": "0.10"}, True, [*BEGINS, *INSTALLS]),
+    ],
+)
+def test_a_notebook_installs_what_does_not_fit_in_colab_or_when_it_is_asked_to(
+    here, install, expected, steps, versions
+):
+    versions.update(here)
+    packages.prepare_notebook(install)
+    assert steps == expected
+
+
+def test_a_python_is_free_for_others_after_an_installation(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "prefix", str(tmp_path))
+    with pytest.raises(ValueError, match="no pip"), packages._environment_lock():
+        raise ValueError("no pip")
+    folder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where somebody holds it
+    os.close(folder)
+
+
+def test_nothing_is_done_in_a_notebook_that_a_driver_executes(steps, monkeypatch):
+    monkeypatch.setenv(packages.PREPARED, "1")
+    packages.prepare_notebook(install=True)
+    assert steps == []
 
 
 def test_what_decides_what_fits_may_be_replaced_while_in_use(monkeypatch):
@@ -742,6 +821,20 @@ def test_kernels_have_an_environment_that_is_this_processes_again_afterwards(mon
         assert os.environ["PYTHONPATH"].split(os.pathsep)[0] == str(ROOT)
         os.environ["LEFT_BEHIND"] = "1"
     assert dict(os.environ) == before
+
+
+def test_the_environment_comes_back_after_kernels_that_failed(monkeypatch):
+    before = dict(os.environ)
+    with pytest.raises(ValueError, match="no kernel"), packages.environment_of_kernels():
+        raise ValueError("no kernel")
+    assert dict(os.environ) == before
+
+
+def test_kernels_within_kernels_name_their_folder_once(monkeypatch):
+    monkeypatch.setenv("JUPYTER_PATH", "/a")
+    with packages.environment_of_kernels():
+        once = os.environ["JUPYTER_PATH"]
+        assert packages.jupyter_path() == once
 
 
 @pytest.mark.parametrize(

@@ -426,12 +426,17 @@ def test_a_rivals_update_takes_clipped_gradients(rival):
     torch.testing.assert_close(clipped, updated(RIVALS[rival], [1.0, 0.5]))
 
 
-def test_large_parameters_are_updated_by_themselves_and_all_by_their_own_gradient(monkeypatch):
+@pytest.mark.parametrize(
+    ("first", "second", "small"), [((3, 2), (2, 2), 4 + 2 + 2), ((2, 2), (2, 3), 4 + 3 + 2)]
+)
+def test_large_parameters_are_updated_by_themselves_and_all_by_their_own_gradient(
+    first, second, small, monkeypatch
+):
     monkeypatch.setattr(adamw, "SMALL", 6)
-    model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 2))
+    model = torch.nn.Sequential(torch.nn.Linear(*first), torch.nn.Linear(*second))
     before = [parameter.detach().clone() for parameter in model.parameters()]
     optimizer = CompiledAdamW(model, 0.1, moments=torch.float32, compiled=False)
-    assert [weight.numel() for weight in optimizer.weights] == [6, 4 + 2 + 2]
+    assert [weight.numel() for weight in optimizer.weights] == [6, small]
     signs = [
         torch.full_like(parameter, sign)
         for parameter, sign in zip(before, [1, -1, -1, 1], strict=True)
@@ -462,6 +467,14 @@ def test_no_seed_of_the_rounding_comes_twice(monkeypatch):
     for _ in range(3):
         optimizer.step([torch.ones_like(parameter) for parameter in model.parameters()])
     assert len(seeds) == len(set(seeds)) == 3 * len(optimizer.weights) == 6
+
+
+def test_bits_that_are_not_hashed_have_no_seed(monkeypatch):
+    optimizer = CompiledAdamW(torch.nn.Linear(2, 2), 0.1, compiled=False)
+    seeds = []
+    monkeypatch.setattr(optimizer, "update", lambda *words: seeds.append(words[-1]))
+    optimizer.step([torch.ones_like(parameter) for parameter in optimizer.parameters])
+    assert seeds == [None]
 
 
 def test_the_bits_of_hashed_rounding_are_those_of_murmurhash3():
@@ -957,6 +970,19 @@ def test_a_search_starts_with_what_its_peer_does_and_ends_with_plain_fp32(
     assert plain.args == ("plain fp32", PLAIN)
 
 
+def test_ligers_kernel_is_given_the_words_alone(monkeypatch):
+    """Rows that fill up a tile would have a share of its softmax."""
+    kernel = Mock()
+    liger = Mock(LigerFusedLinearCrossEntropyLoss=lambda: kernel)
+    monkeypatch.setitem(sys.modules, "liger_kernel", Mock())
+    monkeypatch.setitem(sys.modules, "liger_kernel.transformers", liger)
+    x, weight, targets = torch.zeros(3, 4), torch.zeros(8, 4), torch.zeros(3, dtype=torch.int64)
+    gpt2.liger_loss(x, weight, targets, 6)
+    rows, *others = kernel.call_args.args
+    assert rows.shape == (6, 4)
+    assert others == [x, targets]
+
+
 # A step of a rival.
 
 
@@ -1114,14 +1140,19 @@ def test_no_batch_of_the_trainer_is_longer_than_the_longest_sample_may_be():
     assert search_trainer.Collator(100)(samples.samples)["input_ids"].shape == (1, 384)
 
 
-def test_the_trainers_clock_notes_the_end_of_the_warm_up_and_of_each_block():
-    clock = search_trainer.Clock(warm_up=2, block=3)
+@pytest.mark.parametrize(
+    ("warm_up", "block", "expected"), [(2, 3, [2, 5, 8, 11]), (5, 2, [5, 7, 9, 11])]
+)
+def test_the_trainers_clock_notes_the_end_of_the_warm_up_and_of_each_block(
+    warm_up, block, expected
+):
+    clock = search_trainer.Clock(warm_up, block)
     noted = []
     for step in range(1, 12):
         before = len(clock.times)
         clock.on_step_end(None, SimpleNamespace(global_step=step), None)
         noted += [step] * (len(clock.times) - before)
-    assert noted == [2, 5, 8, 11]
+    assert noted == expected
 
 
 def test_the_sets_of_the_trainers_options_are_all_there_are():
@@ -1141,6 +1172,51 @@ def test_the_sets_of_the_trainers_options_are_all_there_are():
 )
 def test_a_set_of_the_trainers_options_has_a_name(options, name):
     assert search_trainer.name_of(options) == name
+
+
+@pytest.fixture
+def trainer_search(monkeypatch, tmp_path):
+    """Return a function that runs search_trainer by some words, and gives what was measured.
+
+    For each set these are the line and the task. There are three samples.
+    """
+    (tmp_path / "lengths").write_text("30\n50\n60\n")
+
+    def run(*words):
+        measured = Mock()
+        monkeypatch.setattr(search_trainer, "Measurements", lambda *_, **__: measured)
+        search_trainer.main(["--lengths", str(tmp_path / "lengths"), *words])
+        return [of_set.args for of_set in measured.call_args_list]
+
+    return run
+
+
+@pytest.mark.parametrize(("words", "sets"), [([], 17), (["--sets", '[null, ["workers"]]'], 2)])
+def test_the_sets_of_a_command_line_take_the_place_of_all_of_the_trainers(
+    words, sets, trainer_search
+):
+    measured = trainer_search(*words)
+    assert len(measured) == sets
+    (line, task), *_ = measured
+    assert line == {"peer": "trainer", "size": 32, "name": "as it comes"}
+    assert task["options"] is None
+    assert sorted(task["lengths"]) == [30, 50, 60]
+
+
+@pytest.mark.parametrize(
+    ("words", "config"), [(["--tiny"], search_trainer.TINY), (["--blocks", "4"], {})]
+)
+def test_the_trainers_model_is_tiny_where_that_is_asked_for(words, config, trainer_search):
+    assert trainer_search(*words)[0][1]["config"] == config
+
+
+@pytest.mark.parametrize(
+    ("words", "block"), [(["--size", "1"], 1), (["--size", "1", "--block", "7"], 7)]
+)
+def test_a_block_of_the_trainer_is_by_default_a_span_of_the_samples_that_there_are(
+    words, block, trainer_search
+):
+    assert trainer_search(*words)[0][1]["block"] == block
 
 
 class PretendedTrainer:
@@ -1178,6 +1254,7 @@ def test_figures_of_the_trainer_are_of_its_median_block(monkeypatch):
     assert figures["ms"] == 100.0
     assert figures["samples_s"] == 160.0
     assert figures["loss"] == 1.2346
+    assert figures["peak_mib"] is None or torch.cuda.is_available()
     assert arguments.max_steps == 2 + 3 * 5
     assert arguments.per_device_train_batch_size == 16
 
@@ -1198,3 +1275,10 @@ def test_a_tuned_trainer_is_in_bf16_and_pads_to_the_longest_of_a_batch(
     assert arguments.optim == "adamw_torch_fused"
     assert len(samples[0]["input_ids"]) == 20
     assert collator.multiple == multiple
+
+
+def test_an_option_of_the_trainer_is_of_its_own_set_alone(monkeypatch):
+    _, arguments, *_ = measure_trainer(["workers"], monkeypatch)
+    assert arguments.dataloader_num_workers == 4
+    _, arguments, *_ = measure_trainer([], monkeypatch)
+    assert arguments.dataloader_num_workers == 0

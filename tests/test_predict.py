@@ -1,5 +1,6 @@
 """Logits that do not depend on batching, model folders that are refused, and the command line."""
 
+import dataclasses
 import io
 import itertools
 import json
@@ -38,7 +39,7 @@ from qa_lib.model.hf_checkpoint import (
 )
 from qa_lib.model.load import _check_names, as_user_error, check_tokenizer, read_config
 from qa_lib.run.identity import identify_model
-from qa_lib.score import predict
+from qa_lib.score import evaluate, predict
 from qa_lib.score.decode import decode
 from qa_lib.score.evaluate import evaluate_answers, span_loss
 from qa_lib.score.predict import load_qa_model, predict_logits, tokens_at_once, window_lengths
@@ -165,6 +166,26 @@ def test_an_infinite_held_out_loss_is_null(answered):
     assert span_loss(samples, ids, start, end) == pytest.approx(np.log(samples.lengths.max()))
     start[3, samples.start_positions[3]] = -torch.inf
     assert span_loss(samples, ids, start, end) is None
+
+
+def test_answers_are_scored_at_threshold_0_by_the_limit_of_their_data(
+    answered, tmp_path, monkeypatch
+):
+    """All margins are above 0 here, so that no question counts as answered."""
+    model, spec, data = answered
+    data = dataclasses.replace(data, max_answer_length=7)
+    ids = [example.id for example in data.validation.examples]
+    answers = Mock(texts=dict.fromkeys(ids, "she"), null_odds=dict.fromkeys(ids, 0.5))
+    decoded = Mock(return_value=answers)
+    monkeypatch.setattr(evaluate, "predict_logits", lambda *_, **__: (None, None, None))
+    monkeypatch.setattr(evaluate, "span_loss", lambda *_: None)
+    monkeypatch.setattr(evaluate, "decode", decoded)
+    quality = evaluate_answers(model.train(), data, spec, torch.device("cpu"), tmp_path)
+    assert not model.training
+    assert decoded.call_args.kwargs == {"max_answer_length": 7}
+    assert quality["f1"] == quality["always_null_f1"] < 100
+    assert quality["loss"] is None
+    answers.write.assert_called_once_with(tmp_path / "answers")
 
 
 def test_batches_hold_what_they_may(samples):
@@ -558,6 +579,7 @@ def test_windows_are_those_of_the_reference_script_where_a_models_config_says_no
     ("tokens", "stride", "lengths"),
     [
         (40, 10, (40, 10)),
+        (40, 0, (40, 0)),  # windows that share nothing
         (96, 32, (48, 16)),  # more than the positions
         ("abc", 1, (48, 16)),  # no number
         (True, 0, (48, 16)),  # nor is a bool

@@ -116,6 +116,7 @@ PARTS = [
     ("nll_loss_forward", "aten::nll_loss_forward", [(8, 384)], "forward", "loss"),
     ("splitKreduce_kernel", "aten::addmm", [(2,), (64, HIDDEN), (HIDDEN, 2)], "forward", "loss"),
     ("multi_tensor_apply_kernel", "aten::_foreach_norm", [], "optimizer", "optimizer"),
+    ("Memcpy DtoD", "aten::copy_", [(WIDE, HIDDEN)], "optimizer", "optimizer"),
 ]  # fmt: skip
 
 
@@ -363,6 +364,12 @@ def test_a_summary_of_a_cpu_counts_no_launches():
     summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=1.0)
     assert summary["launches_per_step"] is summary["kernels_per_step"] is None
     assert summary["busy_share"] == pytest.approx(0.05)
+
+
+def test_a_trace_without_work_has_a_summary_of_nothing():
+    table = trace.label_like(trace.work([], WIDTHS), trace.work(gpu_trace(), WIDTHS))
+    summary = trace.summary(table, [], step_ms=1.0)
+    assert (summary["busy_ms"], summary["busy_share"], summary["kernels"]) == (0.0, 0.0, [])
 
 
 def test_a_replayed_kernel_without_a_counterpart_keeps_its_part_and_comes_first_in_the_forward():

@@ -1,15 +1,24 @@
 """The micro-batch that `plan` chooses for one's own trainings, on made-up machines."""
 
 import dataclasses
+import math
+from unittest.mock import Mock
 
 import pytest
 from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab import sweep
+from qa_lib.lab.search import sizes as search_sizes
 from qa_lib.lab.search.memory_estimate import MemoryNeeds
 from qa_lib.lab.search.plan import plan
-from qa_lib.lab.search.sizes import CardMemory, quickest_first
+from qa_lib.lab.search.sizes import (
+    CardMemory,
+    at_micro_batch,
+    kept_micro_batch,
+    quickest_first,
+    shared_size,
+)
 from qa_lib.lab.sweep import notebook_parameters
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import QUICKEST
@@ -242,6 +251,37 @@ def test_the_size_that_most_runs_have_already_is_taken(planned, tmp_path):
         leave(tmp_path, planned([variant], H100, micro_batch=size)[0])
     (new,) = (spec for spec in planned(["A1", "A2", "A3", "A4"], H100) if spec.variant == "A4")
     assert new.asked.micro_batch == 8
+
+
+def test_a_run_is_found_in_a_folder_whose_name_has_signs_of_patterns(planned, tmp_path):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    runs = tmp_path / "runs [1]*"
+    leave(runs, spec)
+    assert kept_micro_batch(spec, H100, runs) == 4
+
+
+def test_a_run_that_its_model_cannot_have_is_skipped_at_every_size(planned):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    spec = dataclasses.replace(spec, skip="does not fit")
+    assert at_micro_batch(spec, 8, H100).skip == "does not fit"
+
+
+def test_a_size_of_runs_that_no_variant_can_have_here_is_not_taken(planned, tmp_path):
+    (spec,) = planned(["A1"], H100, micro_batch=4)
+    shared = shared_size([spec], [5], math.inf, H100, tmp_path)
+    assert 32 % shared.micro_batch == 0
+
+
+def test_memory_that_ran_out_at_one_length_says_nothing_of_another(planned, tmp_path, monkeypatch):
+    long, short = (planned(["A1"], H100, micro_batch=4, max_length=n)[0] for n in (384, 128))
+    ran_out = {"status": "oom"}
+    monkeypatch.setattr(search_sizes, "failure_of", lambda spec, failed: failed and "ran out")
+    monkeypatch.setattr(
+        search_sizes, "failed_records", lambda spec, _: [ran_out] if spec == long else []
+    )
+    memory = CardMemory(H100, tmp_path)
+    memory._needs = Mock(gib=lambda spec: 1.0)
+    assert [memory.needed(spec) for spec in (long, short, long)] == [math.inf, 1.0, math.inf]
 
 
 def test_a_card_whose_whole_memory_is_not_known_has_at_least_what_is_free(tmp_path):

@@ -314,6 +314,23 @@ def test_a_whole_training_is_timed_from_its_process_or_else_by_the_run():
     assert minutes_of({}, {"time.notebook_s": None}) == pytest.approx([10.0, 500 / 60])
 
 
+def test_three_epochs_whose_start_was_not_measured_count_and_a_run_without_a_time_does_not():
+    timeless = {"time.notebook_s": None, "time.wall_s": None}
+    assert minutes_of({"time.first_step_s": None}, timeless) == pytest.approx([10.0])
+
+
+@pytest.mark.parametrize(("f1", "end"), [([80.0] * 3, "score"), ([80.0, 80.0, None], "last step")])
+def test_whole_trainings_say_to_what_end_and_how_many_of_each_were_measured(f1, end):
+    usual = {"group": "g", "data.name": "squad", "times": 1.0, "code": "a"}
+    usual |= {"code.commit": "a" * 40, "code.dirty": False}
+    rows = [{"spec.variant": variant} for variant in ("A0", "A1", "A1")]
+    whole = whole_runs(*(usual | row for row in rows)).assign(**{"quality.f1": f1})
+    text = headline._measured_minutes(whole, 5.0, "9.0 as it comes", "GPU")
+    assert "Three epochs of 1,000 samples train BERT-base in 5.0 minutes on one GPU" in text
+    assert f"Measured from the command to the {end}, " in text
+    assert "(runs of each: 1; data: squad; " in text
+
+
 def test_one_epoch_counts_three_times_and_its_start_once():
     one = {evidence.EPOCHS: 1.0, "training": "one"}
     assert minutes_of({}, one) == pytest.approx([10.0, (3 * 600 - 2 * 30) / 60])

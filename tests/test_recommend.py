@@ -38,7 +38,7 @@ from qa_lib.train.step_log import StepFailed
 from tests import faulty, small  # noqa: F401, which has the preset
 from tests.conftest import slow
 from tests.material import committed, leave, refused, write
-from tests.tiny import CPU, checkpoint
+from tests.tiny import CPU, checkpoint, planned
 
 
 def card(name: str, sm: int, gib: float, gpus: int = 1, **more) -> Machine:
@@ -420,6 +420,41 @@ def test_memory_that_ran_out_speaks_against_the_same_size_and_larger_ones(
     assert history.failure_of(spec, [failure]) == (why if is_passed_over else None)
 
 
+def failure(variant, size, status="error", message="broke"):
+    """What failure_of reads of a record."""
+    return {
+        "spec": {"variant": variant, "settings": {"micro_batch": size}},
+        "status": status,
+        "error": {"message": message, "kind": "SomeError"},
+        "group": "h100-full",
+        "run_id": f"{variant}-s0-{size}",
+    }
+
+
+def test_a_failure_speaks_against_an_option_whatever_other_failures_there_are():
+    failed = [failure("A2", 8), failure("A1", 32, "oom"), failure("A1", 16, message="x" * 100)]
+    spec = dataclasses.replace(unchosen(H100), variant="A1", settings=Settings(micro_batch=8))
+    said = f"failed here at micro-batch 16 ({'x' * 80}; h100-full/A1-s0-16)"
+    assert history.failure_of(spec, failed) == said
+    assert history.failure_of(spec, failed[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("group", "read"), [(None, TASKS["qa"].reference), ("h200-parallel", "h200-parallel")]
+)
+def test_committed_records_are_those_of_the_tasks_reference_or_of_a_group(group, read, monkeypatch):
+    runs = [
+        Mock(record={"spec": {"variant": variant}, "number": number})
+        for number, variant in enumerate(("A1", "A2", "A1"))
+    ]
+    read_runs = Mock(return_value=runs)
+    monkeypatch.setattr(history, "read_runs", read_runs)
+    found = history.committed_records("qa", group)
+    assert read_runs.call_args.args == (history.COMMITTED, read)
+    numbers = {name: [entry["number"] for entry in entries] for name, entries in found.items()}
+    assert numbers == {"A1": [0, 2], "A2": [1]}
+
+
 def test_a_run_is_trained_where_its_own_record_says_that_it_ended_ok(tmp_path):
     (spec,) = plan(["A1"], "smoke", data="synthetic:40", machine=CPU, runs=tmp_path)
     assert not history.is_trained(spec, tmp_path)
@@ -567,6 +602,25 @@ def hung_run(tmp_path, monkeypatch):
         return entry
 
     return run
+
+
+def test_a_recommended_run_that_somebody_waits_for_has_no_limit_of_time(tmp_path, monkeypatch):
+    launcher = Mock(side_effect=UserError("no launcher"))
+    monkeypatch.setattr(anywhere, "Launcher", launcher)
+    spec = dataclasses.replace(planned(), chosen=["variant"], adjusted=["recommended: A1"])
+    said = []
+    refused("no launcher", anywhere.fit, spec, tmp_path, say=said.append)
+    assert launcher.call_args.kwargs["time_limit_s"] == math.inf
+    assert launcher.call_args.kwargs["aloud"], "its steps are seen meanwhile"
+    assert said == [], "the launcher says what was chosen"
+
+
+def test_a_run_of_which_the_size_alone_was_chosen_trains_in_this_process(tmp_path, monkeypatch):
+    monkeypatch.setattr(anywhere, "fit_here", lambda *_: "trained here")
+    spec = dataclasses.replace(planned(), chosen=["micro_batch"], adjusted=["micro-batch 8"])
+    said = []
+    assert anywhere.fit(spec, tmp_path, say=said.append) == "trained here"
+    assert said == ["micro-batch 8"]
 
 
 @pytest.mark.parametrize("steps", [0, 2])

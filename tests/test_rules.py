@@ -489,6 +489,13 @@ def test_a_machine_with_too_few_gpus_says_how_many_it_has():
     assert said == "needs 4 GPUs, and this machine has 2"
 
 
+@pytest.mark.parametrize(("world", "said"), [(1, None), (2, "takes GPUs of one kind")])
+def test_gpus_of_two_kinds_are_refused_to_several_processes_alone(world, said):
+    machine = dataclasses.replace(H200, gpus=2, unlike="NVIDIA L4 and NVIDIA A10")
+    why = rules.missing(Settings(), machine, world)
+    assert why is said or why.startswith(said)
+
+
 def test_a_fault_of_the_adapters_package_is_told_where_adapters_train():
     machine = dataclasses.replace(CPU, adapters_fault="peft 0.1 is too old")
     assert rules.missing(Settings(trainable="lora-qv"), machine) == "peft 0.1 is too old"

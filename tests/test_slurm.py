@@ -100,6 +100,12 @@ def test_ctrl_c_does_not_reach_what_waits_for_a_job(tmp_path, monkeypatch):
     assert started.Popen.call_args.kwargs["start_new_session"]
 
 
+def test_a_jobs_log_is_where_its_driver_reads_it(tmp_path, monkeypatch):
+    """A site may have jobs begin in another folder than that of sbatch."""
+    monkeypatch.chdir(tmp_path)
+    assert f"--output={tmp_path}/runs/log.txt" in slurm.sbatch(["true"], Path("runs/log.txt"))
+
+
 def test_a_run_is_the_same_job_however_its_folder_is_named(tmp_path, monkeypatch):
     """A driver cancels what one before it has left, which may have been started elsewhere."""
     monkeypatch.chdir(tmp_path)
@@ -129,8 +135,11 @@ def test_a_node_counts_as_many_gpus_as_a_run_takes_if_it_has_any(
     monkeypatch.setenv("SBATCH_PARTITION", "short")
     commands = []
 
-    def answer(*words, **_):
+    environments = []
+
+    def answer(*words, env=None, **_):
         commands.append(words)
+        environments.append(env)
         (output,) = [word.partition("=")[2] for word in words if word.startswith("--output")] or [0]
         if output:
             said = dataclasses.asdict(Machine("h100", gpus=found, sm=90)), {}
@@ -143,6 +152,7 @@ def test_a_node_counts_as_many_gpus_as_a_run_takes_if_it_has_any(
     sinfo, sbatch = commands
     assert sinfo[-2:] == ("--partition", "short")
     assert (f"--gpus={world or 1}" in sbatch) == (listed == "gpu:8")
+    assert str(ROOT) in environments[1]["PYTHONPATH"]
 
 
 def test_what_is_finished_is_no_job_again(two_runs, cluster, tmp_path):

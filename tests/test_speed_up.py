@@ -275,6 +275,33 @@ def test_mpnets_hidden_states_and_tuples_are_those_of_transformers(batch):
         torch.testing.assert_close(found[is_token], expected[is_token])
 
 
+def test_an_mpnet_has_the_activation_and_the_norms_of_its_configuration(batch):
+    changes = {"layer_norm_eps": 0.1, "hidden_act": "relu"}
+    plain = tiny_model("mpnet", "none", **changes)
+    model = speed_up(tiny_model("mpnet", "none", **changes), say=quiet)
+    is_token = batch["attention_mask"] == 1
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    expected = plain(**inputs).last_hidden_state
+    torch.testing.assert_close(model(**inputs).last_hidden_state[is_token], expected[is_token])
+
+
+def test_an_mpnets_layers_drop_out_at_the_rates_of_its_configuration():
+    rates = {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.2}
+    model = speed_up(tiny_model("mpnet", "none", drops=True, **rates), say=quiet)
+    for layer in model.encoder.layer:
+        assert layer.attention.self.dropout.p == 0.2
+        assert layer.attention.output.dropout.p == layer.output.dropout.p == 0.3
+
+
+def test_an_mpnet_returns_what_its_configuration_says_where_the_call_does_not(batch):
+    model = speed_up(tiny_model("mpnet", "none"), say=quiet)
+    assert model(input_ids=batch["input_ids"]).hidden_states is None
+    model.config.output_hidden_states = True
+    assert len(model(input_ids=batch["input_ids"]).hidden_states) == 1 + 2
+    model.config.return_dict = False
+    assert isinstance(model(input_ids=batch["input_ids"]), tuple)
+
+
 def test_mpnets_weights_of_attention_are_refused(batch):
     model = speed_up(tiny_model("mpnet", "none"), say=quiet)
     refused(
@@ -283,6 +310,9 @@ def test_mpnets_weights_of_attention_are_refused(batch):
         input_ids=batch["input_ids"],
         output_attentions=True,
     )
+    model.config._output_attentions = True
+    refused("output_attentions: the kernels", model, input_ids=batch["input_ids"])
+    model(input_ids=batch["input_ids"], output_attentions=False)
 
 
 def test_an_mpnet_of_another_padding_token_counts_positions_as_transformers_does():

@@ -30,6 +30,7 @@ from qa_lib.lab.launch.process import child_env, spec_from
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure.hardware import this_machine
 from qa_lib.records import record
+from qa_lib.records.files import RecordError
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.variants import VARIANTS
 from tests import small, warm
@@ -638,6 +639,56 @@ def test_a_process_knows_its_driver_and_prints_into_its_log_unless_it_is_aloud(
     assert options["env"]["OMP_NUM_THREADS"] == "3"
     assert options["stderr"].name == str(run_dir / "log.txt")
     assert options["stdout"] is (None if aloud else options["stderr"])
+
+
+def test_a_process_finds_its_drivers_lock_from_any_folder(started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    spec = planned()
+    launch.Launcher(Path("runs"), Machine(), {}).run_all([spec])
+    lock = tmp_path / "runs" / spec.run_path / ".driver.lock"
+    assert started[0][1]["env"][DRIVER] == str(lock)
+
+
+@pytest.mark.parametrize(("gpus", "is_told"), [([0], False), ([0, 1], False), ([0, 0], True)])
+def test_a_run_is_told_of_others_where_its_card_is_named_twice(gpus, is_told, started, tmp_path):
+    machine = Machine(hardware="h200", gpus=2, sm=90)
+    launcher = launch.Launcher(tmp_path, machine, {}, gpus=gpus, share=True)
+    launcher.run_all([planned()])
+    assert (SHARE in started[0][1]["env"]) is is_told
+
+
+def test_a_run_that_has_ended_is_at_work_no_more(started, tmp_path):
+    launcher = launch.Launcher(tmp_path, Machine(), {})
+    launcher.run_all([planned()])
+    assert launcher.active == []
+
+
+def test_a_process_that_is_started_once_more_finds_a_run_that_has_not_begun(started, tmp_path):
+    """What became of the first one would otherwise be taken for what becomes of the second."""
+    statuses = []
+
+    def command(spec, runs):
+        statuses.append(record.read_record(runs / spec.run_path)["status"])
+        return ["true"]
+
+    launch.Launcher(tmp_path, Machine(), {}, command=command).run_all([planned()])
+    assert statuses == ["starting", "starting"]
+
+
+@pytest.mark.parametrize("problem", [EOFError(), ConnectionRefusedError()])
+def test_a_run_for_which_no_process_could_be_forked_says_so(problem, tmp_path):
+    launcher = launch.Launcher(tmp_path, Machine(), {}, command=Mock(side_effect=problem))
+    (entry,) = launcher.run_all([planned()])
+    assert entry["status"] == "killed"
+    assert entry["error"]["message"] == "it had no process"
+
+
+def test_a_driver_that_is_stopped_writes_nothing_into_a_folder_that_was_removed(tmp_path):
+    launcher = launch.Launcher(tmp_path, Machine(), {})
+    launcher.stopped.set()
+    with pytest.raises(RecordError):
+        launcher._lose(planned(), tmp_path / "removed", RecordError("gone"))
+    assert not (tmp_path / "removed").exists()
 
 
 def test_a_log_of_before_is_emptied_when_a_run_begins(started, tmp_path):

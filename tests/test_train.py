@@ -2,6 +2,7 @@ import dataclasses
 import gc
 import itertools
 import weakref
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import numpy as np
@@ -91,6 +92,15 @@ def rates_of(spec, steps=100):
     return [learning_rate(spec, step, steps) for step in range(steps)]
 
 
+def test_a_masked_loss_of_logits_in_half_precision_is_in_fp32():
+    logits = torch.linspace(-3, 3, 8).bfloat16()[None]
+    output = Mock(start_logits=logits, end_logits=logits)
+    model = compilation.MaskedLossOf(lambda **_: output)
+    place = torch.tensor([2])
+    loss = model(torch.ones(1, 8, dtype=torch.int64), place, place)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), place))
+
+
 def test_the_learning_rate_rises_to_the_presets_and_falls_from_there():
     spec = spec_of("A1", warmup=0.1)
     rate = spec.preset.learning_rate
@@ -164,8 +174,27 @@ def test_what_the_searched_rivals_steps_before_the_capture_trained_is_put_back(
     assert torch.equal(weights(peer), before)
     assert step.update.count == 0
     assert not any(moment.any() for moment in step.update.moments())
+    seeds = step.update.seeds
+    assert [seed.item() for seed in seeds] == list(range(len(seeds)))
     step(example)
     assert not torch.equal(weights(peer), before)
+
+
+def test_a_rivals_meter_leaves_out_the_last_steps_and_knows_what_was_compiled_before(
+    samples, tmp_path, monkeypatch
+):
+    meter, log, hooks = Mock(), Mock(), Mock(untimed_steps=1)
+    monkeypatch.setattr(plain, "Meter", meter)
+    monkeypatch.setattr(plain, "StepLog", log)
+    spec = spec_of("E-searched", settings={"compile": "none"})
+    batches = batches_of(samples, spec)
+    ranks = ProcessGroup(DEVICE)
+    plain.train(build_model(spec), batches, spec, tmp_path, quiet, hooks, ranks)
+    last = batches.steps - 1
+    assert meter.call_args.args == (DEVICE, spec.preset.measure_from, 0, last)
+    assert meter.return_value.compiled_before_s > 0
+    assert log.call_args.kwargs["begin"] == 0
+    assert hooks.finished.call_count == log.return_value.step.call_count == batches.steps
 
 
 def test_the_searched_rivals_optimizer_is_measured_by_its_moments(samples, tmp_path):
@@ -297,6 +326,14 @@ def epochs_of(variant, count, seed=0):
     return np.stack(micro_batches).reshape(count, 6, 8)
 
 
+def test_a_step_may_straddle_two_epochs_so_that_no_micro_batch_is_left_out():
+    """Three epochs of five micro-batches are seven steps of two, and one micro-batch over."""
+    preset = SimpleNamespace(steps=None, epochs=3)
+    settings = SimpleNamespace(micro_batch=2)
+    spec = SimpleNamespace(preset=preset, settings=settings, micro_batches=2, data={"name": "d"})
+    assert Batches([None] * 10, spec).steps == 7
+
+
 @pytest.mark.parametrize("variant", SIZED)
 def test_an_epoch_has_no_sample_twice_and_each_epoch_another_order(variant):
     first, second, third = epochs_of(variant, 3)
@@ -345,6 +382,15 @@ def test_the_scale_of_the_loss_is_off_the_gradients_before_they_are_clipped_to_a
     assert parameter.grad.tolist() == [3.0] * 4
     clip(optimizer, lambda norm: norm)
     assert parameter.grad.tolist() == pytest.approx([0.5] * 4)
+
+
+def test_the_norm_is_of_the_gradients_that_there_are_in_all_processes():
+    """A parameter may have none. Here the others' gradients make the norm twice as large."""
+    used, unused = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    used.grad = torch.tensor([3.0, 4.0])
+    clip(torch.optim.SGD([used, unused]), lambda norm: 2 * norm)
+    assert used.grad.tolist() == pytest.approx([0.3, 0.4])
+    assert unused.grad is None
 
 
 def test_masters_are_told_whose_gradients_their_norm_is_of():

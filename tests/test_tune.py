@@ -76,11 +76,21 @@ def test_points_are_all_pairs_of_rates_and_recipes(points):
 def test_every_point_is_a_run_of_its_own_in_a_group_of_tries(lora, points):
     assert len({lora.hash, *(point.hash for point in points)}) == 5
     assert {point.group for point in points} == {"cpu-tune"}
+    assert {point.search for point in points} == {"tune"}
 
 
 def test_a_point_trains_at_the_rate_that_was_asked_for(lora, points):
     assert lora.recipe.lr_factor > 1
     assert {point.recipe.lr_factor for point in points} == {1.0}
+
+
+@pytest.mark.parametrize(("recipe_rates", "rate"), [(True, "0.005"), (False, "0.001")])
+def test_a_point_is_named_by_the_rate_that_its_recipe_makes_of_the_presets(
+    recipe_rates, rate, lora
+):
+    preset = dataclasses.replace(lora.preset, recipe_rates=recipe_rates, learning_rate=1e-3)
+    point = dataclasses.replace(lora, preset=preset)
+    assert tune.point_name(point) == f"lora-all, learning rate {rate}"
 
 
 def test_without_rates_and_recipes_the_specs_own_stand(lora):
@@ -119,6 +129,14 @@ def test_a_point_that_fails_ends_no_search_and_is_not_the_best(tried, capsys):
     )
 
 
+def test_a_point_that_runs_out_of_memory_is_a_result_and_no_failure(tried, monkeypatch, typed):
+    def work(self, spec, run_dir, cards):
+        return record.finish(run_dir, record.new_record(spec, {}), "oom", {"message": "too much"})
+
+    monkeypatch.setattr(launch.Launcher, "_work", work)
+    assert ": oom, too much" in typed("tune A1 --preset smoke --learning-rate 1e-3")
+
+
 def test_a_point_that_lacks_a_seed_is_not_the_best_however_well_it_scored(tried, capsys):
     words = "--preset smoke --trainable lora-all-r8 --learning-rate 4e-3 9e-3 --seeds 0 1"
     main(f"tune B1-all {words}".split())
@@ -142,6 +160,12 @@ def test_a_card_that_is_named_twice_is_shared(cards, used, tried, typed, monkeyp
     rates = "--learning-rate 3e-3 5e-3 6e-3"
     typed(f"tune A1 --preset smoke {rates} --seeds 0 2 --gpus {cards}")
     assert {(gpu, shared) for _, gpu, shared in tried} == used
+
+
+def test_a_search_names_the_gpus_that_stay_idle(tried, typed, monkeypatch):
+    monkeypatch.setattr(tune, "probe", lambda: (dataclasses.replace(H200, gpus=2), {}))
+    out = typed("tune A1 --preset smoke --learning-rate 3e-3")
+    assert out.startswith("one of 2 GPUs has work at a time")
 
 
 def test_what_is_typed_reaches_the_plan_and_the_launcher(monkeypatch, tmp_path, typed):

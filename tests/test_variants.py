@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import json
 import re
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from qa_lib.lab.report.variants_table import headline_table
 from qa_lib.lab.search.plan import plan
 from qa_lib.paths import PACKAGE
 from qa_lib.records.archive import read_runs
+from qa_lib.run import plan as run_plan
 from qa_lib.spec import variants as table_of_variants
 from qa_lib.spec.machine import Machine, hardware_name
 from qa_lib.spec.presets import PRESETS, Preset, named_or_own, sized, stride_of, whole_number
@@ -82,9 +84,23 @@ def test_a_line_with_a_tag_that_does_not_exist_is_an_error():
     refused("variant X: unknown tag 'laddder'", Variant, "X", why="?", tags=("laddder",))
 
 
+def test_of_several_tags_that_do_not_exist_the_first_is_named():
+    tags = ("trainer", "zzz", "aaa")
+    refused("variant X: unknown tag 'aaa'$", Variant, "X", why="?", tags=tags)
+
+
+def test_a_line_that_cannot_be_is_an_error_as_soon_as_the_table_is_read(monkeypatch):
+    wrong = Variant("X", why="?", attention="sdap")
+    monkeypatch.setattr(table_of_variants, "_TABLE", [wrong])
+    monkeypatch.setitem(VARIANTS, "X", wrong)
+    refused("unknown attention 'sdap'", table_of_variants._check_table)
+
+
 def test_recommended_is_the_tasks_baseline_until_it_is_chosen():
     assert find_variant("recommended").name == "A1"
     assert find_variant("recommended", "lm").name == "L1"
+    assert find_variant("recommended", several=True).name == "P1"
+    assert find_variant("recommended", "lm", several=True).name == "L-ddp"
     refused("unknown variant 'A11'; did you mean 'A1'", find_variant, "A11")
 
 
@@ -399,6 +415,37 @@ def test_sizes_that_do_not_go_together_are_left_out_where_others_remain():
     assert planned_sizes == [(8, 8), (8, 32), (16, 32)]
     assert len(left_out) == 2
     assert "A1: micro-batch 16 does not divide the effective batch 8" in left_out[1]
+
+
+def request(**config):
+    """The request for a recommended run of a model, and the stand-in for its inspection."""
+    sizes = dict.fromkeys(("max_length", "batch", "micro_batch", "world"))
+    words = {"data": None, "model": None, "machine": CPU, "sizes": sizes, "own": {}}
+    identity = {"name": "a-model", "revision": "1"}
+    asked = run_plan.make_request(["recommended"], "smoke", [0], **words)
+    return asked, lambda _: (identity, config)
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "bert"}])
+def test_who_chooses_is_told_whether_the_models_configuration_is_known(config, monkeypatch):
+    """That of a model of the hub may not be here yet."""
+    asked, inspect = request(**config)
+    monkeypatch.setattr(run_plan, "inspect_model", inspect)
+    choose = Mock(side_effect=lambda specs, *_: specs)
+    (spec,) = run_plan.plan(asked, choose).specs
+    assert spec.model["name"] == "a-model"
+    assert choose.call_args.args[1:] == (CPU, bool(config))
+
+
+def test_a_model_without_a_position_is_refused_by_a_plan(monkeypatch):
+    asked, inspect = request(model_type="bert", max_position_embeddings=0)
+    monkeypatch.setattr(run_plan, "inspect_model", inspect)
+    refused("has no position for a token", run_plan.plan, asked)
+
+
+def test_an_open_size_is_refused_by_the_reason_of_the_usual_one():
+    words = {"data": "synthetic:40", "model": "tiny", "machine": CPU, "world": 3}
+    refused("which are 32 samples by 8$", plan, ["recommended"], "local", **words)
 
 
 def test_sizes_that_do_not_go_together_are_refused_where_none_remains():

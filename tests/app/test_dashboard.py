@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from qa_lib.lab.app.dashboard import _progress_html, dashboard, groups_of, runni
 from qa_lib.lab.search.plan import plan
 from qa_lib.spec.machine import Machine
 from tests.app.server import folder_of
-from tests.material import change_record, leave
+from tests.material import change_record, edited, leave
 
 
 def spec_on(hardware: str):
@@ -99,6 +100,13 @@ def test_a_corrupt_record_costs_a_sentence(runs, tmp_path):
     assert "<td>A2</td>" in report
 
 
+def test_a_table_names_no_folder_of_this_machine(tmp_path):
+    leave(tmp_path, spec_on("cpu"), "error", {"message": "/home/me/lab/data.json: no such file"})
+    report = dashboard(tmp_path, tmp_path).report
+    assert "data.json: no such file" in report
+    assert "/home/me" not in report
+
+
 def test_a_group_without_figures_says_how_to_draw_them(runs, tmp_path):
     assert "No figures yet" in dashboard(runs, tmp_path, "cpu-smoke").report
 
@@ -171,6 +179,21 @@ def test_a_running_run_says_how_far_it_is(runs):
     paragraph = running(runs)
     assert "is running" in paragraph
     assert "step 7 of 400" in paragraph
+
+
+def test_a_run_whose_host_has_a_later_clock_was_last_written_just_now(tmp_path):
+    path = leave(tmp_path, spec_on("cpu")) / "record.json"
+    edited(path, status="running")
+    os.utime(path, (time.time() + 3600,) * 2)
+    assert "is running" in running(tmp_path)
+    assert running(tmp_path).endswith(", last written 00:00 ago</p>")
+
+
+def test_an_archive_that_cannot_be_read_is_none_of_ones_own_groups_and_comes_last(archives):
+    (archives / "h200-smoke.jsonl").write_text("{")
+    leave(archives, spec_on("cpu"), time=started_on(2))
+    groups = dashboard(archives, archives).groups
+    assert groups == ["cpu-smoke", "h100-smoke", "h200-smoke"]
 
 
 def test_runs_may_come_and_go_while_they_are_looked_at(runs, tmp_path):

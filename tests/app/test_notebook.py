@@ -5,10 +5,14 @@ import os
 import socket
 import time
 from contextlib import closing
+from pathlib import Path
+from unittest.mock import Mock
 
 import httpx
 import pytest
 
+from qa_lib.lab.app import page
+from qa_lib.lab.app.choices import Choice
 from qa_lib.lab.app.page import app
 from qa_lib.lab.app.proxies import past_proxies
 from tests.material import refused
@@ -122,3 +126,56 @@ def test_colab_shows_it_by_its_own_proxy_which_calls_it_by_another_name(in_colab
     assert page.status_code == 200
     assert f"https://{name}" in page.text
     assert page.headers["content-security-policy"].endswith("frame-ancestors *")
+
+
+# What the command line makes of its options.
+
+
+@pytest.fixture
+def made(monkeypatch, typed):
+    """Return a function that runs the verb `app` and serves nothing.
+
+    It is given the words and the address that the host has; it returns the stand-ins for what makes
+    the page, by their names, and what was printed.
+    """
+    stand_ins = {name: Mock() for name in ("build", "guards", "page_of", "load_ahead", "serve")}
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setattr(page, name, stand_in)
+    monkeypatch.setattr(page, "Starlette", Mock())
+    monkeypatch.setattr(page.gr, "mount_gradio_app", Mock())
+
+    def run(words, address="127.0.0.1", models=()):
+        listener = Mock(getsockname=lambda: (address, 8600, 0, 0))
+        monkeypatch.setattr(page, "listen", Mock(return_value=listener))
+        monkeypatch.setattr(page, "Choices", lambda *_: Mock(listed=lambda: list(models)))
+        return stand_ins, typed(f"app {words}")
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("words", "address", "frames", "link"),
+    [
+        ("", "127.0.0.1", "'none'", "http://127.0.0.1:8600"),
+        ("--host ::1", "::1", "'none'", "http://[::1]:8600"),
+        ("--host lab", "10.0.0.7", "*", "http://lab:8600"),
+        ("--host 0.0.0.0", "0.0.0.0", "*", "http://0.0.0.0:8600"),
+    ],
+)
+def test_the_page_may_be_in_frames_where_others_reach_it_and_its_link_can_be_opened(
+    words, address, frames, link, made
+):
+    stand_ins, printed = made(words, address)
+    assert stand_ins["guards"].call_args.args[2] == frames
+    assert printed.startswith(f"{link}  ")
+
+
+def test_the_page_is_of_the_folders_and_the_length_that_were_typed(made):
+    stand_ins, _ = made("--runs a --figures b --max-answer-length 9")
+    assert stand_ins["build"].call_args.args[1:] == (Path("a"), Path("b"), 9)
+
+
+def test_the_first_model_alone_is_loaded_ahead(made):
+    models = [Choice(name, name, Path(name)) for name in ("best", "other")]
+    stand_ins, _ = made("", models=models)
+    stand_ins["load_ahead"].assert_called_once_with(models[0])

@@ -124,8 +124,7 @@ class StepMemory:
 
     def scores(self) -> int:
         """Return how many elements of attention scores a layer writes to memory."""
-        is_written = self.settings.attention == "eager" and self.settings.padding != "packed"
-        if not is_written:
+        if self.settings.attention != "eager":
             return 0
         return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length
 
