@@ -674,7 +674,7 @@ def test_of_pips_errors_the_last_is_said(versions, commands):
     assert refused_as_not_ready(packages._install).endswith("this notebook needs: two")
 
 
-@pytest.mark.parametrize(("stderr", "said"), [("one\n two \n", "two"), ("", "it")])
+@pytest.mark.parametrize(("stderr", "said"), [("one\n two \n", "two"), ("", "pip ended with 1")])
 def test_a_pip_that_names_no_error_is_told_by_its_last_line(stderr, said, versions, commands):
     commands.returncode, commands.stderr = 1, stderr
     assert refused_as_not_ready(packages._install).endswith(f"this notebook needs: {said}")
@@ -698,7 +698,7 @@ def test_a_part_that_cannot_be_imported_is_said_in_the_last_line(versions, comma
 
 def test_a_python_that_ends_without_a_word_while_it_imports_is_told_so(versions, commands):
     commands.returncode = -11
-    assert refused_as_not_ready(packages._check_imports) == "Python ended"
+    assert refused_as_not_ready(packages._check_imports) == "Python ended with -11"
 
 
 @pytest.fixture
@@ -825,14 +825,14 @@ def test_kernels_have_an_environment_that_is_this_processes_again_afterwards(mon
 
 def test_the_environment_comes_back_after_kernels_that_failed(monkeypatch):
     before = dict(os.environ)
-    with pytest.raises(ValueError, match="no kernel"), packages.environment_of_kernels():
+    with pytest.raises(ValueError, match="no kernel"), packages.environment_of_jupyter_kernels():
         raise ValueError("no kernel")
     assert dict(os.environ) == before
 
 
 def test_kernels_within_kernels_name_their_folder_once(monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", "/a")
-    with packages.environment_of_kernels():
+    with packages.environment_of_jupyter_kernels():
         once = os.environ["JUPYTER_PATH"]
         assert packages.jupyter_path() == once
 

@@ -78,7 +78,7 @@ def test_a_model_that_a_link_leads_to_has_the_record_of_its_run(tmp_path):
     run = leave(tmp_path / "runs", planned(), quality=SCORES)
     (run / "model").mkdir()
     (tmp_path / "link").symlink_to(run / "model")
-    assert choices._choice_of_run(tmp_path / "link").threshold == 1.0
+    assert choices._choice_if_recorded(tmp_path / "link").threshold == 1.0
 
 
 def test_a_key_is_no_path(runs):
@@ -92,7 +92,7 @@ def test_a_key_is_no_path(runs):
 def offers(monkeypatch):
     """The checkpoints that runs offer, for tests to set."""
     found = []
-    monkeypatch.setattr(choices, "offered", lambda runs: list(found))
+    monkeypatch.setattr(choices, "choices_of_runs", lambda runs: list(found))
     return found
 
 
