@@ -314,6 +314,8 @@ def test_a_plan_is_run_in_its_order_and_then_no_more(queue):
 def test_a_host_that_begins_bare_goes_on_from_the_archives_alone(queue, tmp_path):
     copies = tmp_path / "copies"
     queue.run("--groups", "speed", "--copy-to", str(copies))
+    archives = {path.name for path in queue.runs.glob("*.*")}
+    assert {path.name for path in copies.iterdir()} == archives
     shutil.rmtree(queue.runs)
     shutil.copytree(copies, queue.runs)
     assert queue.run() == ["A1 seed 2", "A2 seed 2"]
