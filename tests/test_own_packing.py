@@ -131,8 +131,9 @@ def test_a_number_of_samples_may_be_asked_for():
 
 
 def test_more_samples_than_there_are_make_one_sequence_of_all():
-    rows = pack(drawn_samples("tokens", 10), samples=16, say=quiet)
+    rows = pack(drawn_samples("tokens", 10), samples=16, drop_last=True, say=quiet)
     assert [len(row.samples) for row in rows] == [10]
+    assert rows.samples == 10
 
 
 def test_an_epoch_is_dealt_again_until_it_fits_and_else_as_the_first_was(monkeypatch):
