@@ -445,6 +445,15 @@ def test_an_archive_that_is_a_link_is_not_written_over(runs, tmp_path, typed):
     assert (tmp_path / "theirs").read_text() == "[]"
 
 
+def test_where_no_run_of_a_group_can_be_read_it_is_told_why(tmp_path, typed):
+    folder = tmp_path / GROUP / "A1-s0-abcdef"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text("{}")
+    said = typed("archive", GROUP, "--runs", tmp_path, code=2).splitlines()
+    assert "A1-s0-abcdef/record.json: schema None is not known" in said[0]
+    assert f"no finished run of group {GROUP}" in said[1]
+
+
 NO_GROUPS = [
     ("h200-none", "no finished run of group h200-none"),
     ("../x", "'../x' is not the name of a group"),

@@ -307,6 +307,12 @@ def test_a_checkpoint_that_one_process_does_not_see_is_gone_on_from_by_none(run,
     assert "is not there for all processes of the run" in refused(process.load())
 
 
+def test_a_checkpoint_that_another_process_alone_sees_is_gone_on_from_by_none(run, monkeypatch):
+    process = run.begin()
+    monkeypatch.setattr(process.ranks, "gather", lambda own: [own, (True, None)])
+    assert "is not there for all processes of the run" in refused(process.load())
+
+
 def test_a_refused_checkpoint_is_set_aside_by_the_first_process_alone(run):
     run.begin().save(7)
     for is_first in (False, True):
@@ -483,10 +489,14 @@ def test_several_files_that_have_changed_are_sorted_and_counted(tmp_path):
     assert said_of_changes(code.changed()) == "a.py and 2 more"
     assert said_of_changes(["a.py", "b.py"]) == "a.py and 1 more"
     assert said_of_changes(["a.py"]) == "a.py"
+    assert said_of_changes(["a\udc80.py"]) == "a?.py"
 
 
-def test_a_file_that_vanishes_while_digests_are_taken_is_left_out(tmp_path, monkeypatch):
-    found = {"gone.py": str(tmp_path / "gone.py"), "a.py": str(tmp_path / "a.py")}
+def test_a_file_that_vanishes_or_cannot_be_read_while_digests_are_taken_is_left_out(
+    tmp_path, monkeypatch
+):
+    found = {name: str(tmp_path / name) for name in ("gone.py", "folder.py", "a.py")}
+    (tmp_path / "folder.py").mkdir()
     (tmp_path / "a.py").touch()
     monkeypatch.setattr(loaded, "code_files", lambda package: found)
     assert file_digests(tmp_path).keys() == {"a.py"}
