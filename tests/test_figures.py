@@ -332,6 +332,12 @@ def profile_of(step_ms=10.0, busy_ms=8.0, **memory):
     }
 
 
+def test_a_gpu_that_seems_busy_for_longer_than_the_step_waits_for_no_time():
+    (axis,) = profile_figures.step({"A1": profile_of(step_ms=10.0, busy_ms=12.0)}).axes
+    widths = {blocks.get_label(): blocks.datavalues for blocks in axis.containers}
+    assert set(widths["waiting"]) == {0.0}
+
+
 def test_a_step_is_drawn_with_the_time_in_which_the_gpu_waits():
     (axis,) = profile_figures.step({"A1": profile_of()}).axes
     title = axis.get_title(loc="left")
@@ -413,6 +419,12 @@ def test_profiles_are_in_table_order_and_named_by_their_micro_batches():
     table = profile_figures.profiles(runs_with_profiles(*rows))
     assert table["name"].tolist() == ["A1, micro-batch 32", "A3, micro-batch 8"]
     assert table["peak_mib"].tolist() == [1000.0, 1000.0]
+
+
+def test_a_profile_of_a_cpu_has_no_peak_of_memory():
+    rows = [("A1", 8, profile_of()), ("A2", 8, profile_of() | {"memory": None})]
+    table = profile_figures.profiles(runs_with_profiles(*rows)).set_index("variant")
+    assert table["peak_mib"].notna().to_dict() == {"A1": True, "A2": False}
 
 
 def test_two_steps_are_drawn_at_the_largest_micro_batch_of_both(steps_drawn):

@@ -18,6 +18,7 @@ from qa_lib.loaded import APART, CODE, LoadedCode, file_digests, said_of_changes
 from qa_lib.paths import PACKAGE
 from qa_lib.records.record import read_record
 from qa_lib.run import notes
+from qa_lib.run.recording import recording
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import CHECKPOINT, Checkpoint
 from qa_lib.train.parallel.data_parallel import NoParallel
@@ -387,6 +388,18 @@ def test_the_record_says_which_code_changed_while_the_run_was_at_work(
     (package / "train" / "optim.py").write_bytes(before)
     said = "code: train/optim.py changed on disk since this process began"
     assert entry["status"] == "ok" and said in entry["spec"]["adjusted"]
+
+
+def test_the_record_of_a_run_that_failed_says_as_well_which_code_changed(
+    package, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(notes, "CODE", LoadedCode(package))
+    before = edit(package / "train" / "optim.py")
+    with pytest.raises(ZeroDivisionError), recording(planned(), tmp_path, quiet):
+        raise ZeroDivisionError
+    (package / "train" / "optim.py").write_bytes(before)
+    said = "code: train/optim.py changed on disk since this process began"
+    assert said in read_record(tmp_path)["spec"]["adjusted"]
 
 
 @pytest.mark.slow

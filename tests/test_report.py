@@ -110,6 +110,17 @@ def test_the_caption_of_a_table_names_variants_in_it_that_ran_in_another_sitting
     assert sentence.endswith(" interval. A2 ran in another sitting than A1.")
 
 
+def test_the_caption_of_a_table_says_where_its_scores_are_from(three_seeds):
+    scores = {"quality.best_f1": 80.0, "quality.always_null_f1": 50.0, "quality.n": 400}
+    judged = three_seeds.assign(**scores, group="cpu-quality")
+    judged["spec.n_train"] = range(1000, 1000 + len(judged))
+    said = (
+        f"tiny on {999 + len(judged):,} samples, scored on 400 questions (group cpu-quality). "
+        "Never answering scores 50.00 there and A1 80.00, so that 1 F1 is 3.33 % of what A1 has"
+    )
+    assert said in variants_table.caption(three_seeds, judged)
+
+
 def test_a_bar_has_a_whisker_as_long_as_its_interval_and_none_without_one():
     axis = Figure().subplots()
     lines = pd.DataFrame({
