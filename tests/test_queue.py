@@ -263,6 +263,8 @@ SINGLES = [unit(f"single {number}", False, 60 + number) for number in range(5)]
         ([LONG, SHORT], 500, 1, [LONG]),
         ([LONG, SHORT], 300, 1, [SHORT]),
         ([LONG], 300, 1, []),
+        ([LONG], 400, 1, [LONG]),
+        (SINGLES[:1], 60, 1, SINGLES[:1]),
         ([LONG, *SINGLES], 500, 4, [LONG]),
         ([LONG, *SINGLES], 130, 1, SINGLES[:2]),
         ([*SINGLES], 130, 2, SINGLES[:4]),
