@@ -144,6 +144,7 @@ def test_an_argument_may_be_of_several_kinds():
         ("squad.csv", "id,question,context\n1,who?,Alice came.\n", "a .csv file, and --data takes"),
         ("squad.tsv", "id\tquestion\n", "a .tsv file"),
         ("squad.jsonl", '{"id": "1"}\n{"id": "2"}\n', "a .jsonl file"),
+        ("SQUAD.JSONL", '{"id": "1"}\n{"id": "2"}\n', "a .jsonl file"),
         ("squad.parquet", "PAR1\0\0", "a .parquet file"),
         ("squad", "who came?", "no JSON file, and"),
         ("squad.json", "", "an empty file"),

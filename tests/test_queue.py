@@ -113,6 +113,13 @@ def missing_of(plan, runs):
         ('card = "cpu"', "", "'card' is missing"),
         ('card = "cpu"', 'cards = "cpu"', "unknown key 'cards'; did you mean 'card'"),
         ("[[groups]]", "[[groups", "not readable as TOML"),
+        ('name = "quality"\n', "", "group 2: 'name' is missing"),
+        (PLAN, 'card = "cpu"\ngroups = [1]', "group 1: is '1'"),
+        (
+            'variants = ["A1", "A2"]\nseeds = [2]',
+            'variants = ["A3"]\nseeds = [2, 2]',
+            r"A3 with seed 2 .* is there 2 times \(groups with A3: quality\)",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_told_in_one_line(path, old, new, said):
