@@ -151,6 +151,7 @@ def test_an_argument_may_be_of_several_kinds():
         ("squad.csv", "", "an empty file"),
         ("squad.json", "who came?", "not JSON"),
         ("squad.json", '{"data": []}', "an empty data set"),
+        ("squad", '\ufeff{"data": []}', "an empty data set"),
         ("squad.json", "[1, 2]", "not the SQuAD layout"),
     ],
 )

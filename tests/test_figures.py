@@ -13,6 +13,7 @@ from PIL import Image
 from qa_lib.lab.report import figures, profile_figures, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
+from qa_lib.records.files import RecordError
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused, write
 from tests.report_runs import make, make_one_of_each_kind
@@ -208,6 +209,22 @@ def test_links_and_files_that_are_no_pictures_are_no_figures(kept):
     ((title, png),) = style.figures_of(folder)
     assert title.startswith("On a CPU: ")
     assert png == figure.read_bytes()
+
+
+def test_a_picture_without_a_title_is_called_by_its_file(tmp_path):
+    Image.new("RGB", (1, 1)).save(tmp_path / "plain.png")
+    ((title, _),) = style.figures_of(tmp_path)
+    assert title == "plain"
+
+
+def test_a_figure_of_a_table_without_runs_is_shown():
+    shown = style.show(lambda _: style.new_figure("Nothing", "", 1.0), pd.DataFrame({"group": []}))
+    assert shown.alt == "Nothing"
+
+
+def test_why_nothing_is_shown_is_told_without_the_class_of_an_error_with_words_of_ours():
+    assert style.reason(RecordError("a.json: broken")) == "a.json: broken"
+    assert style.reason(KeyError("f1")) == "KeyError, 'f1'"
 
 
 # Parts.
