@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pandas as pd
 import pytest
+from matplotlib.text import Text
 from PIL import Image
 
 from qa_lib.lab.report import figures, profile_figures, style
@@ -228,6 +229,24 @@ def test_why_nothing_is_shown_is_told_without_the_class_of_an_error_with_words_o
 
 
 # Parts.
+
+
+def test_every_axis_writes_thousands_unless_it_has_a_format_of_its_own():
+    figure = style.new_figure("Title", "", 3.0)
+    axes = figure.subplots(1, 3)
+    for axis in axes[1:]:
+        axis.set_xlim(0, 12_000)
+    axes[2].xaxis.set_major_formatter("{x:.0f} s")
+    style.png(figure)
+    labels = [{label.get_text() for label in axis.get_xticklabels()} for axis in axes[1:]]
+    assert "10,000" in labels[0]
+    assert "10000 s" in labels[1]
+
+
+def test_dollars_in_a_title_and_a_caption_are_no_formula():
+    figure = style.new_figure("From $5 to $6", "a $ and a $", 2.0)
+    texts = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+    assert [text.get_parse_math() for text in texts] == [False, False]
 
 
 def test_axes_write_thousands_as_tables_do():
