@@ -24,10 +24,11 @@ from qa_lib.records.archive import (
     own_first,
     own_groups,
     read_runs,
+    write_archive,
 )
 from qa_lib.records.schema import PROFILE_SCHEMA, QUANTIZED_SCHEMA, SCHEMA
 from qa_lib.spec.machine import Machine
-from tests.material import leave, refused, write
+from tests.material import edited, leave, refused, write
 
 GROUP = "cpu-smoke"
 STEPS = [
@@ -139,10 +140,14 @@ def test_an_archived_run_has_its_profile(runs):
 
 
 def test_an_archived_run_has_its_quantized_models(runs):
+    (int8,) = runs.glob("*/*/model-int8")
+    shutil.copytree(int8, int8.with_name("model-int4"))
+    edited(int8.with_name("model-int4") / "quantized.json", width="int4")
     archive_alone(runs)
     models = [run.quantized() for run in read_runs(runs)]
-    assert [len(of_run) for of_run in models] == [1, 0, 0]
-    assert models[0][0]["after"] == QUALITY
+    assert [len(of_run) for of_run in models] == [2, 0, 0]
+    assert [model["width"] for model in models[0]] == ["int4", "int8"]
+    assert models[0][1]["after"] == QUALITY
 
 
 def test_an_archived_run_has_its_steps_but_for_one_that_was_cut_off(runs):
@@ -445,6 +450,15 @@ def test_an_archive_that_is_a_link_is_not_written_over(runs, tmp_path, typed):
     assert (tmp_path / "theirs").read_text() == "[]"
 
 
+def test_where_no_run_of_a_group_can_be_read_it_is_told_why(tmp_path, typed):
+    folder = tmp_path / GROUP / "A1-s0-abcdef"
+    folder.mkdir(parents=True)
+    (folder / "record.json").write_text("{}")
+    said = typed("archive", GROUP, "--runs", tmp_path, code=2).splitlines()
+    assert "A1-s0-abcdef/record.json: schema None is not known" in said[0]
+    assert f"no finished run of group {GROUP}" in said[1]
+
+
 NO_GROUPS = [
     ("h200-none", "no finished run of group h200-none"),
     ("../x", "'../x' is not the name of a group"),
@@ -476,6 +490,13 @@ def test_steps_of_an_archive_that_does_not_say_when_runs_began_are_read_and_kept
     archive_alone(runs)
     assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
     assert len(pd.read_parquet(path)) == 2
+
+
+def test_steps_whose_begin_is_null_are_those_of_an_older_archive(runs):
+    path = archive_alone(runs).with_suffix(".steps.parquet")
+    pd.read_parquet(path).assign(started=None).to_parquet(path)
+    _archived_steps.cache_clear()
+    assert [len(run.steps()) for run in read_runs(runs)] == [2, 0, 0]
 
 
 def test_steps_of_an_archive_that_another_process_has_replaced_are_read_again(runs):
@@ -542,8 +563,10 @@ def test_runs_come_in_the_order_of_group_and_id(runs, specs):
 
 
 def test_lines_of_runs_that_were_archived_together_are_in_the_order_of_their_ids(runs):
-    archive_alone(runs)
+    ended = [run for run in read_runs(runs) if run.record["status"] != "running"]
+    write_archive(runs / f"{GROUP}.jsonl", ended[::-1], [])
     ids = [line["run_id"] for line in lines_of(runs)]
+    assert len(ids) == 3
     assert ids == sorted(ids)
 
 

@@ -101,6 +101,13 @@ def test_hub_is_asked_for_data_and_never_for_code(monkeypatch):
     )
 
 
+def test_a_data_set_of_the_hub_without_answers_is_read_where_none_are_needed(monkeypatch):
+    table = flat()["train"].remove_columns("answers")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
+    found = examples_of("someone/asked", labelled=False)
+    assert [example.question for example in found] == [example.question for example in EXPECTED]
+
+
 def test_a_hash_of_the_hub_follows_name_split_and_content(monkeypatch):
     content = {"id": ["a"]}
 

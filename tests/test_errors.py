@@ -1,10 +1,21 @@
 """How the text of a message is made: in printable lines, with the name that may be meant."""
 
+import io
+import os
 import sys
 
 import pytest
 
-from qa_lib.errors import first_line, nearest, one_line, print_anything, printable, wrapped
+from qa_lib.errors import (
+    find,
+    first_line,
+    nearest,
+    one_line,
+    print_anything,
+    printable,
+    wrapped,
+)
+from tests.material import refused
 
 
 def test_a_short_list_of_names_is_shown_beside_a_suggestion_and_a_long_one_is_not():
@@ -18,6 +29,10 @@ def test_a_short_list_of_names_is_shown_beside_a_suggestion_and_a_long_one_is_no
 def test_all_names_are_listed_where_none_is_like_the_one_asked_for():
     names = [f"other{number}" for number in range(20)]
     assert nearest("verb", "zzz", names) == f"unknown verb 'zzz' (known: {', '.join(names)})"
+
+
+def test_what_is_no_name_at_all_is_refused_as_an_unknown_one():
+    assert refused(r"unknown variant \['A1'\]", find, "variant", ["A1"], {"A1": 1})
 
 
 def test_a_name_in_other_letters_is_suggested_as_it_is_written():
@@ -71,3 +86,12 @@ def test_a_process_without_outputs_prints_nothing_and_does_not_fail(monkeypatch)
     monkeypatch.setattr(sys, "stderr", None)
     monkeypatch.setenv("PYTHONIOENCODING", "")
     print_anything()
+
+
+def test_the_outputs_of_a_notebook_which_name_no_encoding_are_left_as_they_are(monkeypatch):
+    output = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", output)
+    monkeypatch.setattr(sys, "stderr", output)
+    monkeypatch.setenv("PYTHONIOENCODING", "")
+    print_anything()
+    assert os.environ["PYTHONIOENCODING"] == "utf-8:backslashreplace"

@@ -12,6 +12,7 @@ from scipy.stats import t as student
 
 from qa_lib.lab.report import curves, evidence, facts, format, own, scaling, stats, summary, tables
 from qa_lib.lab.report.evidence import AXES, NotMeasured, load_runs, select
+from qa_lib.records.archive import Run
 from qa_lib.spec.presets import PRESETS
 from qa_lib.spec.variants import VARIANTS
 from tests.material import change_record, committed, edited, refused
@@ -133,6 +134,17 @@ def test_a_group_whose_runs_had_other_data_is_refused(tmp_path):
     refused(said, select, load_runs(tmp_path), GROUP)
 
 
+def test_runs_of_one_variant_and_seed_on_other_data_do_not_replace_each_other(tmp_path):
+    make(tmp_path, "A1")
+    run = load_runs(tmp_path)
+    both = [ended(run, "ok", "2026-01"), ended(run, "ok", "2026-02", **{"data.sha256": "cd" * 32})]
+    refused("mixes runs that cannot be compared", select, pd.concat(both), GROUP)
+
+
+def test_where_nothing_has_records_it_is_said_how_to_make_some():
+    refused("no records.*: none; make quickstart makes", select, evidence.as_frame([]), GROUP)
+
+
 def test_a_group_without_records_is_refused_with_those_that_have_some(tmp_path):
     make(tmp_path, "A1")
     said = r"group 'other' has no records \(groups with records: cpu-smoke"
@@ -149,6 +161,8 @@ def test_groups_by_age_end_with_the_newest_and_leave_searches_out():
     began = {"old": "2026-01", "new": "2026-03", "middle": "2026-02", "tries": "2026-04"}
     runs = pd.DataFrame({"group": [*began], "time.started": [*began.values()], "spec.search": ""})
     runs.loc[runs["group"] == "tries", "spec.search"] = "tune"
+    first_of_new = runs[runs["group"] == "new"].assign(**{"time.started": "2025-12"})
+    runs = pd.concat([first_of_new, runs], ignore_index=True)
     assert evidence.groups_by_age(runs) == ["old", "middle", "new"]
 
 
@@ -162,11 +176,27 @@ def test_a_search_is_evidence_for_another_thing_than_its_preset():
     assert evidence.purpose(runs[1:]) == "which learning rate to take, not F1"
 
 
-def test_a_table_without_rows_has_no_groups():
+def test_a_table_without_rows_has_no_groups_no_cpu_and_the_baseline_of_questions():
     assert evidence.groups_by_age(pd.DataFrame()) == []
+    assert not evidence.on_cpu(evidence.as_frame([]))
+    assert evidence.baseline(evidence.as_frame([])) == "A1"
+
+
+def test_ones_own_runs_are_those_in_folders_and_all_where_none_is():
+    archived = pd.DataFrame({"run": [Run({}, archive="a.jsonl"), Run({}, archive="b.jsonl")]})
+    own = pd.DataFrame({"run": [Run({}, folder="cpu-smoke/A1")]})
+    assert len(evidence.own_or_all(archived)) == 2
+    (run,) = evidence.own_or_all(pd.concat([archived, own]))["run"]
+    assert run.folder
+    assert evidence.own_or_all(archived[:0]).empty
 
 
 def test_committed_groups_are_not_known_without_git(tmp_path):
+    refused(r"cannot ask git which groups of .* are committed", evidence.committed_groups, tmp_path)
+
+
+def test_committed_groups_are_not_known_where_git_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setenv("PATH", str(tmp_path))
     refused(r"cannot ask git which groups of .* are committed", evidence.committed_groups, tmp_path)
 
 
@@ -230,6 +260,11 @@ def test_runs_at_a_preset_are_no_tries_of_a_search(tmp_path):
 def test_the_usual_conditions_are_those_of_most_runs_at_any_micro_batch():
     runs = pd.DataFrame({"length": [64, 96, 96, 96], "micro_batch": [8, 8, 16, 32]})
     assert evidence.usual_conditions(runs).index.tolist() == [1, 2, 3]
+
+
+def test_runs_that_lack_a_value_of_an_axis_are_alike_in_it():
+    runs = pd.DataFrame({"length": [64, math.nan, math.nan], "micro_batch": [8, 8, 16]})
+    assert evidence.usual_conditions(runs).index.tolist() == [1, 2]
 
 
 def test_the_largest_micro_batch_is_of_the_usual_conditions():

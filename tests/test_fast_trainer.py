@@ -98,6 +98,26 @@ def test_with_bf16_weights_are_in_bf16_over_masters(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
+def test_the_arguments_that_it_was_given_stay_as_they_were(tmp_path):
+    args = arguments(tmp_path, bf16=True)
+    trainer = FastTrainer(tiny_model(head="sequences"), args, say=quiet)
+    assert args.bf16
+    assert not trainer.args.bf16
+
+
+def test_masters_are_updated_as_the_arguments_say(tmp_path):
+    options = {"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-4, "bf16": True}
+    optimizer = trainer_of(FastTrainer, "sequences", tmp_path, **options).create_optimizer()
+    for group in optimizer.param_groups:
+        assert (group["lr"], group["betas"], group["eps"]) == (1e-3, (0.8, 0.9), 1e-4)
+
+
+@pytest.mark.parametrize(("options", "seed"), [({"seed": 5}, 5), ({"seed": 5, "data_seed": 0}, 0)])
+def test_samples_are_dealt_by_the_seed_of_the_data_where_it_has_its_own(options, seed, tmp_path):
+    loader = trainer_of(FastTrainer, "sequences", tmp_path, **options).get_train_dataloader()
+    assert loader.dataset.seed == seed
+
+
 @pytest.mark.parametrize("value", ["fp16", None])
 def test_the_variable_that_asks_for_autocast_is_afterwards_as_it_was(value, tmp_path, monkeypatch):
     name = "ACCELERATE_MIXED_PRECISION"

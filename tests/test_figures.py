@@ -9,11 +9,13 @@ from types import SimpleNamespace
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
 from qa_lib.lab.report import figures, profile_figures, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
+from qa_lib.records.files import RecordError
 from qa_lib.spec.variants import RECOMMENDED
 from tests.material import ROOT, refused, write
 from tests.report_runs import make, make_one_of_each_kind
@@ -159,6 +161,14 @@ def test_a_step_that_got_shorter_says_what_shrank(profile):
     )
 
 
+def test_a_part_that_a_shorter_step_has_no_more_has_shrunk_by_all_of_it(profile):
+    before = with_parts(profile, attention=4.0, copies=9.0, norms_and_elementwise=3.0)
+    after = with_parts(profile, attention=4.0, norms_and_elementwise=2.0)
+    assert style.title_of(profile_figures.step({"A1": before, "A3": after})).endswith(
+        "; copies + norms and elementwise: 12.0 → 2.00 ms"
+    )
+
+
 def test_a_step_alone_says_how_long_it_takes(profile):
     only = with_parts(profile, attention=4.0, copies=3.0, norms_and_elementwise=9.0)
     assert style.title_of(profile_figures.step({"A1": only})) == "A step takes 16.0 ms in A1"
@@ -229,7 +239,41 @@ def test_links_and_files_that_are_no_pictures_are_no_figures(kept):
     assert png == figure.read_bytes()
 
 
+def test_a_picture_without_a_title_is_called_by_its_file(tmp_path):
+    Image.new("RGB", (1, 1)).save(tmp_path / "plain.png")
+    ((title, _),) = style.figures_of(tmp_path)
+    assert title == "plain"
+
+
+def test_a_figure_of_a_table_without_runs_is_shown():
+    shown = style.show(lambda _: style.new_figure("Nothing", "", 1.0), pd.DataFrame({"group": []}))
+    assert shown.alt == "Nothing"
+
+
+def test_why_nothing_is_shown_is_told_without_the_class_of_an_error_with_words_of_ours():
+    assert style.reason(RecordError("a.json: broken")) == "a.json: broken"
+    assert style.reason(KeyError("f1")) == "KeyError, 'f1'"
+
+
 # Parts.
+
+
+def test_every_axis_writes_thousands_unless_it_has_a_format_of_its_own():
+    figure = style.new_figure("Title", "", 3.0)
+    axes = figure.subplots(1, 3)
+    for axis in axes[1:]:
+        axis.set_xlim(0, 12_000)
+    axes[2].xaxis.set_major_formatter("{x:.0f} s")
+    style.png(figure)
+    labels = [{label.get_text() for label in axis.get_xticklabels()} for axis in axes[1:]]
+    assert "10,000" in labels[0]
+    assert "10000 s" in labels[1]
+
+
+def test_dollars_in_a_title_and_a_caption_are_no_formula():
+    figure = style.new_figure("From $5 to $6", "a $ and a $", 2.0)
+    texts = [text for text in figure.findobj(Text) if "$" in text.get_text()]
+    assert [text.get_parse_math() for text in texts] == [False, False]
 
 
 def test_axes_write_thousands_as_tables_do():
@@ -386,6 +430,12 @@ def profile_of(step_ms=10.0, busy_ms=8.0, **memory):
     }
 
 
+def test_a_gpu_that_seems_busy_for_longer_than_the_step_waits_for_no_time():
+    (axis,) = profile_figures.step({"A1": profile_of(step_ms=10.0, busy_ms=12.0)}).axes
+    widths = {blocks.get_label(): blocks.datavalues for blocks in axis.containers}
+    assert set(widths["waiting"]) == {0.0}
+
+
 def test_a_step_is_drawn_with_the_time_in_which_the_gpu_waits():
     (axis,) = profile_figures.step({"A1": profile_of()}).axes
     title = axis.get_title(loc="left")
@@ -478,6 +528,12 @@ def test_profiles_are_in_table_order_and_named_by_their_micro_batches():
     assert table["peak_mib"].tolist() == [1000.0, 1000.0]
 
 
+def test_a_profile_of_a_cpu_has_no_peak_of_memory():
+    rows = [("A1", 8, profile_of()), ("A2", 8, profile_of() | {"memory": None})]
+    table = profile_figures.profiles(runs_with_profiles(*rows)).set_index("variant")
+    assert table["peak_mib"].notna().to_dict() == {"A1": True, "A2": False}
+
+
 def test_two_steps_are_drawn_at_the_largest_micro_batch_of_both(steps_drawn):
     rows = [
         ("A1", 8, profile_of(1.0)),
@@ -493,6 +549,15 @@ def test_two_steps_are_drawn_at_the_largest_micro_batch_of_both(steps_drawn):
         "A3": 5.0,
     }
     assert [*profile_figures.fig_step(runs_with_profiles(*rows[:2]))] == ["A1", RECOMMENDED]
+
+
+def test_allocated_memory_is_drawn_as_a_line_for_each_profile_that_has_some():
+    shown = {"A1": profile_of(), "A2": profile_of(), "A3": profile_of() | {"memory": None}}
+    for name, mib in (("A1", 10.0), ("A2", 20.0)):
+        shown[name]["memory"] |= {"timeline": [(0.0, mib), (1.5, 2 * mib)]}
+    (axis,) = profile_figures.allocations(shown).axes
+    drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
+    assert drawn == {"A1": [[0.0, 10.0], [1.5, 20.0]], "A2": [[0.0, 20.0], [1.5, 40.0]]}
 
 
 def test_a_profile_may_differ_from_its_run_by_the_batches_that_it_drew(steps_drawn):

@@ -237,6 +237,17 @@ def test_a_run_that_had_its_result_when_the_signal_came_keeps_it(tmp_path, monke
     assert record.read_record(tmp_path)["status"] == "ok"
 
 
+def test_a_result_that_a_signal_kept_from_being_written_is_written(tmp_path, monkeypatch):
+    def interrupted(run_dir, entry, status, error=None):
+        entry["status"] = status
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(record, "finish", interrupted)
+    with pytest.raises(KeyboardInterrupt), recording(short(), tmp_path, quiet):
+        pass
+    assert record.read_record(tmp_path)["status"] == "ok"
+
+
 # What is told.
 
 

@@ -93,12 +93,13 @@ def test_a_process_is_cold_where_the_imports_have_touched_the_gpu(tmp_path):
     script = """import os, sys, types
 sys.modules["qa_lib.lab.launch.preload"] = types.SimpleNamespace(TOUCHED=True)
 from qa_lib.lab.launch.warm import _become
-show_start = "import os; print(os.environ['QA_LIB_START'])"
-_become([sys.executable, "-c", show_start], dict(os.environ), sys.argv[1], ".")
+show_start = "import os; print(os.environ['QA_LIB_START'], os.getcwd())"
+_become([sys.executable, "-c", show_start], dict(os.environ), sys.argv[1], sys.argv[2])
 """
-    python("-c", script, tmp_path / "log")
+    (tmp_path / "log").write_text("begun\n")
+    python("-c", script, tmp_path / "log", tmp_path)
     log = (tmp_path / "log").read_text()
-    assert log == "cold, since what is imported touches the GPU\n"
+    assert log == f"begun\ncold, since what is imported touches the GPU {tmp_path}\n"
 
 
 def quickstart(folder: Path) -> str:

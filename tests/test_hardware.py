@@ -127,9 +127,10 @@ def test_a_gpu_alone_is_linked_to_none(gpu, monkeypatch):
 def test_nvml_tells_whether_two_gpus_are_linked(status, is_linked, monkeypatch):
     library = Mock(NVML_P2P_STATUS_OK=0)
     library.nvmlDeviceGetP2PStatus.return_value = status
-    monkeypatch.setattr(nvml, "_nvml", lambda _: (library, "handle"))
+    monkeypatch.setattr(nvml, "_nvml", lambda card: (library, card.index))
     cards = [torch.device("cuda", number) for number in range(2)]
     assert nvml.is_linked(*cards) is is_linked
+    assert library.nvmlDeviceGetP2PStatus.call_args.args[:2] == (0, 1)
 
 
 @pytest.mark.parametrize(("sm", "compiles"), [(VOLTA, True), (61, False), (AMPERE, True)])

@@ -7,14 +7,18 @@ another model does not stay beside the new one.
 import dataclasses
 import gzip
 import json
+import os
 import re
 import shutil
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import datasets
+import huggingface_hub
 import pytest
 import torch
+from huggingface_hub import constants
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForQuestionAnswering
 
@@ -29,7 +33,12 @@ from qa_lib.measure import hardware
 from qa_lib.model.hf_checkpoint import inspect_checkpoint, replacing
 from qa_lib.run import fit as fitting
 from qa_lib.run.fit import prepare
-from qa_lib.run.identity import identify_data, identify_model, inspect_model
+from qa_lib.run.identity import (
+    go_offline_without_network,
+    identify_data,
+    identify_model,
+    inspect_model,
+)
 from qa_lib.run.tasks import WORKFLOWS
 from qa_lib.score.predict import load_qa_model, window_lengths
 from qa_lib.train import checkpoint as checkpoints
@@ -586,3 +595,27 @@ def test_a_model_of_the_hub_trains_from_its_cache(kept, tmp_path, squad):
     cache = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
     done = python("-m", "qa_lib", *words, **cache)
     assert "A1-fp32: ok" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("sources", "answers", "is_asked"),
+    [
+        (["tiny", "synthetic:40", "gpt2:tiny"], False, False),
+        (["someone/bert", "synthetic:40"], False, True),
+        (["someone/bert", "synthetic:40"], True, True),
+    ],
+)
+def test_the_hub_is_asked_once_and_left_alone_where_it_does_not_answer(
+    sources, answers, is_asked, monkeypatch
+):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    session = Mock()
+    session.head.side_effect = None if answers else ConnectionError("no network")
+    monkeypatch.setattr(huggingface_hub, "get_session", lambda: session)
+    for _ in range(2):
+        go_offline_without_network(*sources)
+    is_offline = is_asked and not answers
+    assert constants.HF_HUB_OFFLINE is is_offline
+    assert os.environ.pop("HF_HUB_OFFLINE", "0") == str(int(is_offline))
+    assert session.head.call_count == is_asked + (is_asked and answers)

@@ -19,7 +19,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from qa_lib.data.examples import Example
-from qa_lib.data.labels import answer_limit, gold_notes
+from qa_lib.data.labels import TokenSearch, answer_limit, answer_positions, gold_notes
 from qa_lib.data.squad import open_source
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.data.windows import Samples
@@ -279,6 +279,18 @@ def test_an_uncovered_character_belongs_to_the_token_before_it_or_else_to_the_on
     assert [first[begin] for begin in (1, 3, 6, 11)] == [0, 3, 5, 11]
     assert [last[end] for end in (2, 4, 7, 12)] == [3, 4, 8, 12]
     assert text_edges("a b\n", np.array([(0, 1), (1, 1), (2, 3)])) is None
+
+
+def test_a_window_without_tokens_of_its_paragraph_holds_no_answer():
+    spans, offsets = np.array([(1, 3)] * 2), np.array([(0, 5)])
+    found = answer_positions(spans, offsets, begins=np.zeros(2, int), lengths=np.array([0, 1]))
+    assert found.tolist() == [[-1, 0], [-1, 0]]
+
+
+def test_a_token_without_characters_is_no_token_of_a_text():
+    search = TokenSearch(np.array([(0, 1), (3, 3), (5, 6)]), np.array([0, 3]))
+    has_tokens, _, _ = search.covered(np.zeros(2, int), np.array([2, 2]), np.array([4, 6]))
+    assert has_tokens.tolist() == [False, True]
 
 
 # The windows and labels of clean golds are what they were before those with odd edges were labelled

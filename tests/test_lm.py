@@ -18,9 +18,10 @@ import torch
 from datasets import Dataset
 from functorch.compile import make_boxed_func
 from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch._dynamo.backends.common import aot_autograd
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from qa_lib.__main__ import main
 from qa_lib.data import text as tokens
@@ -239,11 +240,14 @@ def test_a_compressed_file_that_is_cut_is_named_by_the_line_before(folder, tmp_p
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
     refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
+    path.write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)  # its header, and what cannot be
+    refused(r"cut.txt.gz: cannot be read after line 0", list, open_text(path, "train").rows())
 
 
 def test_what_is_no_text_is_refused(folder, tmp_path):
     refused("none of train.txt, train.txt.gz", open_text, tmp_path, "train")
     refused("no such file", open_text, tmp_path / "gone.txt", "train")
+    refused("no such file", open_text, "no-folder/gone.txt", "train")
     refused("one file has no text to validate on", open_text, folder / "train.txt.gz", "validation")
     refused("not one of .txt", open_text, __file__, "train")
     for name in (
@@ -251,6 +255,12 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
         "json:all",
     ):  # would be read by datasets' own builders, out of the working directory
         refused("a format's name, by which datasets reads", open_text(name, "train").digest)
+
+
+def test_a_tokenizer_without_a_name_or_an_end_token_is_named_by_its_class(folder):
+    endless = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0})))
+    source = open_text(folder, "train")
+    refused("^TokenizersBackend: its tokenizer has no end token", tokenize_text, source, endless)
 
 
 def test_a_folder_whose_tokenizer_has_no_end_token_is_named(run, folder, tmp_path):

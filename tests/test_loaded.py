@@ -18,6 +18,7 @@ from qa_lib.loaded import APART, CODE, LoadedCode, file_digests, said_of_changes
 from qa_lib.paths import PACKAGE
 from qa_lib.records.record import read_record
 from qa_lib.run import notes
+from qa_lib.run.recording import recording
 from qa_lib.train import checkpoint as checkpoints
 from qa_lib.train.checkpoint import CHECKPOINT, Checkpoint
 from qa_lib.train.parallel.data_parallel import NoParallel
@@ -307,6 +308,12 @@ def test_a_checkpoint_that_one_process_does_not_see_is_gone_on_from_by_none(run,
     assert "is not there for all processes of the run" in refused(process.load())
 
 
+def test_a_checkpoint_that_another_process_alone_sees_is_gone_on_from_by_none(run, monkeypatch):
+    process = run.begin()
+    monkeypatch.setattr(process.ranks, "gather", lambda own: [own, (True, None)])
+    assert "is not there for all processes of the run" in refused(process.load())
+
+
 def test_a_refused_checkpoint_is_set_aside_by_the_first_process_alone(run):
     run.begin().save(7)
     for is_first in (False, True):
@@ -381,6 +388,18 @@ def test_the_record_says_which_code_changed_while_the_run_was_at_work(
     (package / "train" / "optim.py").write_bytes(before)
     said = "code: train/optim.py changed on disk since this process began"
     assert entry["status"] == "ok" and said in entry["spec"]["adjusted"]
+
+
+def test_the_record_of_a_run_that_failed_says_as_well_which_code_changed(
+    package, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(notes, "CODE", LoadedCode(package))
+    before = edit(package / "train" / "optim.py")
+    with pytest.raises(ZeroDivisionError), recording(planned(), tmp_path, quiet):
+        raise ZeroDivisionError
+    (package / "train" / "optim.py").write_bytes(before)
+    said = "code: train/optim.py changed on disk since this process began"
+    assert said in read_record(tmp_path)["spec"]["adjusted"]
 
 
 @pytest.mark.slow
@@ -483,10 +502,14 @@ def test_several_files_that_have_changed_are_sorted_and_counted(tmp_path):
     assert said_of_changes(code.changed()) == "a.py and 2 more"
     assert said_of_changes(["a.py", "b.py"]) == "a.py and 1 more"
     assert said_of_changes(["a.py"]) == "a.py"
+    assert said_of_changes(["a\udc80.py"]) == "a?.py"
 
 
-def test_a_file_that_vanishes_while_digests_are_taken_is_left_out(tmp_path, monkeypatch):
-    found = {"gone.py": str(tmp_path / "gone.py"), "a.py": str(tmp_path / "a.py")}
+def test_a_file_that_vanishes_or_cannot_be_read_while_digests_are_taken_is_left_out(
+    tmp_path, monkeypatch
+):
+    found = {name: str(tmp_path / name) for name in ("gone.py", "folder.py", "a.py")}
+    (tmp_path / "folder.py").mkdir()
     (tmp_path / "a.py").touch()
     monkeypatch.setattr(loaded, "code_files", lambda package: found)
     assert file_digests(tmp_path).keys() == {"a.py"}

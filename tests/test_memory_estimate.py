@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 from unittest.mock import Mock
 
 import pandas as pd
@@ -10,6 +11,7 @@ import torch
 from transformers import BertConfig
 
 from qa_lib.data.tokenize import build_tokenizer
+from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.search import max_batch, memory, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
     MemoryNeeds,
@@ -27,9 +29,9 @@ from qa_lib.model.build import build_model
 from qa_lib.records import record
 from qa_lib.spec.machine import CONTEXT_GIB, Machine
 from tests.conftest import slow
-from tests.material import committed, refused
+from tests.material import committed, leave, refused
 from tests.pairs import unchecked
-from tests.tiny import planned
+from tests.tiny import planned, resized
 
 TURING = 75  # compute capability x 10
 HOPPER = 90
@@ -600,6 +602,37 @@ def test_runs_are_predicted_from_their_records(tries):
 def test_runs_of_another_model_are_not_predicted(tries):
     done = tries[tries["status"] == "ok"]
     assert predicted(done, model="tiny").isna().all()
+
+
+def runs_of(folder, *specs):
+    """Runs of these specs on a GPU, as the report reads them; their sizes are not recorded."""
+    for spec in specs:
+        leave(folder, spec, env={"gpu": "NVIDIA H100", "sm": HOPPER})
+    return load_runs(folder)
+
+
+def test_packed_rows_of_generated_data_are_predicted_by_their_own_lengths(tmp_path):
+    spec = planned("A4-nb", "bench", {"padding": "packed"}, model="tiny", machine=gpu_of(HOPPER))
+    spec = dataclasses.replace(spec, asked=spec.settings)
+    assert tokens_of_micro_batch(spec) != tokens_of_micro_batch(spec, SquadLengths(384, 128))
+    (peak,) = predicted(runs_of(tmp_path, spec))
+    assert peak == estimate(spec)["peak_mib"]
+
+
+def test_a_run_whose_model_is_not_known_is_not_predicted(tmp_path):
+    spec = planned("A1", "bench", model="tiny", machine=gpu_of(HOPPER))
+    unnamed = dataclasses.replace(resized(spec, model=""), model=spec.model | {"name": "mine"})
+    (peak,) = predicted(runs_of(tmp_path, unnamed))
+    assert math.isnan(peak)
+
+
+@pytest.mark.parametrize(("variant", "world", "stages"), [("P1", 2, 1), ("P-gpipe", 2, 2)])
+def test_a_run_of_several_processes_is_predicted_as_one_of_them(variant, world, stages, tmp_path):
+    machine = dataclasses.replace(gpu_of(HOPPER), gpus=world)
+    spec = planned(variant, "parallel", model="tiny", machine=machine, world=world)
+    entry = record.new_record(spec, {"gpu": "NVIDIA H100", "sm": HOPPER})
+    of_record = memory_estimate._spec_of_record(entry, "")
+    assert (of_record.world, of_record.stages) == (world, stages)
 
 
 # Group -> variants that are not predicted, since their optimizer had another state then.

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from qa_lib.lab.report import evidence
+from qa_lib.lab.report import evidence, notebook
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.report.notebook import (
     advice,
@@ -19,6 +19,7 @@ from qa_lib.lab.report.notebook import (
     finished,
     gains,
 )
+from qa_lib.lab.report.techniques import Source
 from qa_lib.spec.variants import FAMILIES, find_variant
 from tests import material
 from tests.material import ROOT, leave, refused, write
@@ -62,6 +63,35 @@ def test_what_a_run_trains_is_told_with_what_this_machine_changes_of_it():
     assert "Preset smoke, seed 0: tiny on synthetic:40, " in text
     assert "Adjusted to this machine: one thread." in text
     assert "**Skipped here**: no GPU." in text
+
+
+@pytest.mark.parametrize(
+    ("sizes", "words"),
+    [
+        (
+            {"steps": 1200, "epochs": None, "effective_batch": 32},
+            ", 1,200 steps of 32 samples of at most 96",
+        ),
+        (
+            {"steps": None, "epochs": 2, "effective_batch": None},
+            ", epochs: 2, steps of 8 samples of at",
+        ),
+    ],
+)
+def test_how_long_and_by_which_batch_a_run_trains_is_told(sizes, words):
+    assert words in describe(planned("A1", sizes=sizes | {"max_length": 96}, micro_batch=8))
+
+
+def test_a_language_model_is_told_nothing_of_presets_for_questions():
+    assert "No GPU here" in describe(planned("A1"))
+    assert "No GPU here" not in describe(planned("L1", "lm-smoke", data="synthetic:40"))
+
+
+def test_code_is_linked_by_its_line_in_a_checkout_alone(monkeypatch):
+    found = Source("qa_lib/a.py", 7, "")
+    for is_checkout, link in ((True, "](../qa_lib/a.py#L7)"), (False, "")):
+        monkeypatch.setattr(notebook, "IS_CHECKOUT", is_checkout)
+        assert notebook._link_to(found).partition("line 7")[2] == link
 
 
 # Answers.
@@ -181,6 +211,13 @@ def records_of(every, *variants):
 def test_a_familys_table_has_the_baseline_and_what_its_variants_change(every):
     table = family_table(every, records_of(every, "B1"))
     assert list(table["variant"]) == ["A1", "A3", "B1"]
+
+
+def test_a_familys_table_has_no_runs_of_another_training(every):
+    others = every["spec.variant"] == "A3"
+    runs = every.assign(training=every["training"].mask(others, "another"))
+    table = family_table(runs, records_of(every, "B1"))
+    assert list(table["variant"]) == ["A1", "B1"]
 
 
 def test_a_familys_table_has_runs_of_other_families_that_were_made_with_it(every):

@@ -74,6 +74,15 @@ def test_batches_of_a_dataset_of_a_list_and_of_a_loader_are_equal():
         assert all(torch.equal(batch[name], again[name]) for name in batch)
 
 
+def test_samples_of_a_dataset_that_gives_several_at_once_are_looked_up_together():
+    class Looked(list):
+        def __getitems__(self, numbers):
+            return [self[number] | {"together": len(numbers)} for number in numbers]
+
+    rows = packed(Looked(drawn_samples("tokens", 20)), samples=5, tokens=None)
+    assert [sample["together"] for sample in rows[0].samples] == [5] * 5
+
+
 # Shapes.
 
 
@@ -119,6 +128,33 @@ def test_a_number_of_samples_may_be_asked_for():
     assert [len(row.samples) for row in rows] == [16] * 4
     assert rows.tokens % 64 == 0
     assert rows.fill > 0.85
+
+
+def test_more_samples_than_there_are_make_one_sequence_of_all():
+    rows = pack(drawn_samples("tokens", 10), samples=16, drop_last=True, say=quiet)
+    assert [len(row.samples) for row in rows] == [10]
+    assert rows.samples == 10
+
+
+def test_an_epoch_is_dealt_again_until_it_fits_and_else_as_the_first_was(monkeypatch):
+    rows = packed(drawn_samples("tokens", 101))
+    first = [row.tolist() for row in rows.rows]
+    attempts = []
+
+    def fits(_, tokens):
+        assert tokens == rows.tokens
+        attempts.append(tokens)
+        return len(attempts) == fitting
+
+    monkeypatch.setattr(rows, "_fits", fits)
+    fitting = 4
+    rows.set_epoch(1)
+    assert len(attempts) == 4
+    assert [row.tolist() for row in rows.rows] != first
+    fitting = 9
+    rows.set_epoch(2)
+    assert len(attempts) == 8
+    assert [row.tolist() for row in rows.rows] == first
 
 
 def test_every_sample_is_in_each_epoch_once():
@@ -242,6 +278,8 @@ UNPACKABLE = [
     ([GOOD], {"tokens": 8, "samples": 8}, "either tokens=4096 or samples=32"),
     ([GOOD], {"tokens": None}, "either tokens=4096 or samples=32"),
     ([GOOD], {"tokens": 0}, "tokens is 0: give a whole number"),
+    ([GOOD], {"tokens": None, "samples": True}, "samples is True: give a whole number"),
+    ([GOOD | {"end_positions": None}], {}, "sample 0 has no end_positions: leave it out"),
     ([GOOD], {"tokens": None, "samples": 2.5}, "samples is 2.5: give a whole number"),
 ]
 
@@ -253,6 +291,7 @@ def test_what_cannot_be_packed_is_refused_in_one_line(samples, options, said):
 
 MISSHAPEN = [
     ([GOOD, {"input_ids": [5]}], "sample 1 of the batch has no labels, and others have"),
+    ([GOOD, GOOD | {"token_type_ids": [0] * 3}], "sample 0 of the batch has no token_type_ids"),
     ([GOOD, GOOD | {"input_ids": []}], "sample 1 of the batch is empty"),
     ([GOOD, {"labels": 1}], "sample 1 of the batch has no input_ids, and others have"),
     ([GOOD | {"input_ids": torch.ones(1, 3)}], "input_ids of sample 0 of the batch are no list"),

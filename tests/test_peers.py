@@ -599,6 +599,21 @@ def test_bytes_for_dropout_are_drawn_for_two_dropouts_of_each_layer(peer, x, sha
     assert drawn.float().mean().item() == pytest.approx(127.5, abs=15)
 
 
+@pytest.mark.parametrize("peer", ["bert", "mpnet"])
+def test_the_norms_of_a_rival_have_the_least_deviation_of_the_model_that_it_is_like(
+    peer, monkeypatch
+):
+    monkeypatch.setitem(SHAPES[peer], "layer_norm_eps", 1e-3)
+    norms = [m for m in RIVAL_MODELS[peer]().modules() if isinstance(m, torch.nn.LayerNorm)]
+    assert len(norms) == 5
+    assert {norm.eps for norm in norms} == {1e-3}
+
+
+@pytest.mark.parametrize("gelu", ["none", "tanh"])
+def test_every_layer_of_the_plain_bert_has_the_gelu_that_was_asked_for(gelu):
+    assert {layer.gelu for layer in RIVAL_MODELS["bert"](gelu=gelu).layers} == {gelu}
+
+
 def test_padding_of_a_vocabulary_is_no_word():
     model = gpt2.GPT2(like(LM), 0.0, align=64)
     assert len(model.words.weight) == 128

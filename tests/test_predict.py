@@ -697,6 +697,16 @@ def test_digests_are_of_every_file_but_their_own_list(folder):
     assert names == {path.name for path in folder.iterdir()} - {SUMS}
 
 
+def test_a_link_that_leads_nowhere_keeps_nobody_from_a_models_folder(folder):
+    (folder / "notes.txt").symlink_to("nowhere")
+    assert inspect_checkpoint(folder).weights == [folder / "model.safetensors"]
+
+
+def test_a_list_of_digests_that_is_no_utf_8_is_refused_as_one_without_the_files(folder):
+    (folder / "SHA256SUMS").write_bytes(b"\xff\n")
+    refused("was added after the folder was saved", inspect_checkpoint, folder)
+
+
 def test_a_runs_folder_stands_for_the_model_in_it(folder):
     assert find_folder(folder.parent) == folder
     (folder.parent / "config.json").touch()  # and so is a model itself

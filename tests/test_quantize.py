@@ -301,6 +301,8 @@ def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypat
     change_record(again, data={"name": "squad"})
     squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")
     monkeypatch.chdir(tmp_path)
+    asked = []
+    monkeypatch.setattr(tools, "go_offline_without_network", asked.append)
     refused(
         r"'squad' is not the data of A1-fp32-s0-.* here: give --data",
         quantize_run,
@@ -308,6 +310,7 @@ def test_other_questions_of_the_same_name_are_refused(again, tmp_path, monkeypat
         "int8",
         say=quiet,
     )
+    assert asked == ["squad"], "its name may be of the hub, which need not answer"
 
 
 def test_a_run_without_a_model_is_one_line(run, tmp_path, typed):

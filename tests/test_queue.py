@@ -114,6 +114,13 @@ def missing_of(plan, runs):
         ('card = "cpu"', "", "'card' is missing"),
         ('card = "cpu"', 'cards = "cpu"', "unknown key 'cards'; did you mean 'card'"),
         ("[[groups]]", "[[groups", "not readable as TOML"),
+        ('name = "quality"\n', "", "group 2: 'name' is missing"),
+        (PLAN, 'card = "cpu"\ngroups = [1]', "group 1: is '1'"),
+        (
+            'variants = ["A1", "A2"]\nseeds = [2]',
+            'variants = ["A3"]\nseeds = [2, 2]',
+            r"A3 with seed 2 .* is there 2 times \(groups with A3: quality\)",
+        ),
     ],
 )
 def test_a_plan_that_cannot_be_is_told_in_one_line(path, old, new, said):
@@ -265,6 +272,8 @@ SINGLES = [unit(f"single {number}", False, 60 + number) for number in range(5)]
         ([LONG, SHORT], 500, 1, [LONG]),
         ([LONG, SHORT], 300, 1, [SHORT]),
         ([LONG], 300, 1, []),
+        ([LONG], 400, 1, [LONG]),
+        (SINGLES[:1], 60, 1, SINGLES[:1]),
         ([LONG, *SINGLES], 500, 4, [LONG]),
         ([LONG, *SINGLES], 130, 1, SINGLES[:2]),
         ([*SINGLES], 130, 2, SINGLES[:4]),
@@ -328,6 +337,8 @@ def test_the_runs_of_a_group_have_its_learning_rate_and_count(path, queue):
 def test_a_host_that_begins_bare_goes_on_from_the_archives_alone(queue, tmp_path):
     copies = tmp_path / "copies"
     queue.run("--groups", "speed", "--copy-to", str(copies))
+    archives = {path.name for path in queue.runs.glob("*.*")}
+    assert {path.name for path in copies.iterdir()} == archives
     shutil.rmtree(queue.runs)
     shutil.copytree(copies, queue.runs)
     assert queue.run() == ["A1 seed 2", "A2 seed 2"]

@@ -43,6 +43,18 @@ def test_a_score_that_came_later_is_null_in_an_older_record(spec, tmp_path):
     assert record.read_record(tmp_path)["quality"]["loss"] is None
 
 
+def test_a_score_that_its_task_no_longer_has_is_null_where_an_older_record_lacks_it(spec, tmp_path):
+    entry = record.new_record(spec, ENV)
+    entry["task"]["scores"].append("bleu")
+    record.write_record(tmp_path, entry)
+    assert record.read_record(tmp_path)["quality"]["bleu"] is None
+
+
+def test_a_record_that_says_nothing_of_a_gpu_has_none(spec, tmp_path):
+    record.write_record(tmp_path, record.new_record(spec, {"python": "3"}))
+    assert record.read_record(tmp_path)["env"]["gpu"] is None
+
+
 @pytest.mark.parametrize(
     ("section", "name"),
     [("speed", "mfu"), ("speed", "gpu_busy_polled"), ("parallel", "wrapper")],
@@ -81,6 +93,7 @@ NO_RECORDS = [
     ("[]", "schema None is not"),
     ('{"schema": "qa_li', "not readable as JSON"),
     ('{"schema": "other/9"}', "schema 'other/9' is not"),
+    ("[" * 100_000, "not readable as JSON"),
 ]
 
 

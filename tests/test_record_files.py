@@ -172,7 +172,8 @@ def test_a_folder_that_is_a_link_is_not_held(tmp_path, others_folder):
 
 def test_a_folder_is_held_by_one_at_a_time(tmp_path):
     with record.lock(tmp_path):
-        refused("another process is working on this run", record.lock(tmp_path).__enter__)
+        said = refused("another process is working on this run", record.lock(tmp_path).__enter__)
+        assert said.startswith(f"{tmp_path}: ")
     with record.lock(tmp_path):
         pass
 

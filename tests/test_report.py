@@ -14,7 +14,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, figures, own
+from qa_lib.lab.report import cli, evidence, figures, own, variants_table
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.lab.report.format import MISSING
 from qa_lib.lab.report.notebook import family_table
@@ -82,6 +82,43 @@ def test_the_table_of_variants_has_differences_of_three_seeds_alone_and_ratios_w
     assert table.loc["A3", "ΔF1"] == MISSING
     assert table["samples/s"].str.contains("±").tolist() == [True, True, False]
     assert not table["× A1"].str.contains("±").any()
+
+
+def test_the_table_of_variants_has_all_where_none_of_those_asked_for_ran(three_seeds):
+    runs = three_seeds.assign(**{"memory.peak_reserved_mib": 2048.0})
+    table = headline_table(runs, runs, ["no such variant"])
+    assert [*table["variant"]] == ["A1", "A2", "A3"]
+    assert set(table["GiB reserved"]) == {"2.00"}
+
+
+@pytest.mark.parametrize(
+    ("hardware", "world", "words"),
+    [("cpu", 1, "a CPU"), ("h200", 1, "one NVIDIA H200"), ("h200", 4, "4 NVIDIA H200")],
+)
+def test_the_caption_of_a_table_says_on_what_it_was_measured(hardware, world, words, three_seeds):
+    columns = {"spec.hardware": hardware, "env.gpu": "NVIDIA H200", "world": world}
+    sentence = variants_table.source(three_seeds.assign(**columns))
+    assert f", on {words}, 8 samples in a forward pass, means of n runs; " in sentence
+
+
+def test_the_caption_of_a_table_names_variants_in_it_that_ran_in_another_sitting(
+    three_seeds, monkeypatch
+):
+    monkeypatch.setattr(variants_table, "tagged", lambda _: ["A1", "A2"])
+    code = three_seeds["spec.variant"].map({"A1": "a", "A2": "b", "A3": "b"})
+    sentence = variants_table.source(three_seeds.assign(code=code))
+    assert sentence.endswith(" interval. A2 ran in another sitting than A1.")
+
+
+def test_the_caption_of_a_table_says_where_its_scores_are_from(three_seeds):
+    scores = {"quality.best_f1": 80.0, "quality.always_null_f1": 50.0, "quality.n": 400}
+    judged = three_seeds.assign(**scores, group="cpu-quality")
+    judged["spec.n_train"] = range(1000, 1000 + len(judged))
+    said = (
+        f"tiny on {999 + len(judged):,} samples, scored on 400 questions (group cpu-quality). "
+        "Never answering scores 50.00 there and A1 80.00, so that 1 F1 is 3.33 % of what A1 has"
+    )
+    assert said in variants_table.caption(three_seeds, judged)
 
 
 def test_a_bar_has_a_whisker_as_long_as_its_interval_and_none_without_one():

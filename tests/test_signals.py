@@ -9,6 +9,7 @@ import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 import types
 from fcntl import ioctl
@@ -347,3 +348,30 @@ def test_a_process_that_was_not_asked_to_end_goes_on_after_the_block():
         pass
     time.sleep(0.2)
     assert signal.set_wakeup_fd(-1) == -1
+
+
+@pytest.mark.parametrize(("number", "codes"), [(signal.SIGTERM, [1]), (signal.SIGCHLD, [])])
+def test_signals_that_ask_for_no_end_end_no_process(number, codes, monkeypatch):
+    ended = []
+    monkeypatch.setattr(signals.os, "_exit", ended.append)
+    reader, writer = os.pipe()
+    os.write(writer, bytes([number]))
+    os.close(writer)
+    signals._end_after(reader, 0.0)
+    assert ended == codes
+
+
+def test_after_a_block_signals_are_told_to_whom_they_were_told_before():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    threads = threading.active_count()
+    try:
+        with signals.ended_soon(1.0):
+            assert threading.active_count() == threads + 1
+        assert signal.set_wakeup_fd(-1) == writer
+    finally:
+        signal.set_wakeup_fd(before)
+        os.close(reader)
+        os.close(writer)
+    wait_for(lambda: threading.active_count() == threads)

@@ -1,6 +1,7 @@
 """What lies around a run: kernels that are gone, and outputs that are not UTF-8."""
 
 import json
+import multiprocessing
 import os
 
 import pytest
@@ -85,3 +86,18 @@ def test_a_warm_process_has_the_environment_it_was_given_and_nothing_of_the_serv
         patch.setattr(os, "environ", servers)
         warm._take_on({"CHANGED": "new"}, str(tmp_path))
     assert servers == {"CHANGED": "new"}
+
+
+def test_a_process_is_forked_into_the_current_folder_and_asks_nvml_for_a_gpu(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTORCH_NVML_BASED_CUDA_CHECK", "0")
+    monkeypatch.setattr(warm, "Forked", lambda process: process)
+    monkeypatch.setattr(warm.SERVER, "Process", lambda target, args: args, raising=False)
+    asked = warm.fork(["python"], {"A": "1"}, tmp_path / "log")
+    assert asked == (["python"], {"A": "1"}, str(tmp_path / "log"), str(tmp_path))
+    assert os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] == "1"
+
+
+def test_a_kernel_whose_command_never_comes_ends_without_a_word(monkeypatch):
+    monkeypatch.setattr(os, "setsid", lambda: None)
+    warm._be_kernel(*multiprocessing.Pipe())

@@ -900,9 +900,10 @@ def test_an_overflow_is_excused_while_the_scaler_can_still_back_off(scale, tmp_p
     assert losses_of(tmp_path) == [1.0, None, 1.0]
 
 
-def test_an_overflow_at_the_least_scale_is_an_error(tmp_path):
+def test_an_overflow_at_the_least_scale_is_an_error_after_all_steps_were_written(tmp_path):
     with pytest.raises(NonFiniteLoss, match="inf at step 2"):
         write_losses(tmp_path, [1.0, float("inf"), 1.0], scale=1.0)
+    assert losses_of(tmp_path) == [1.0, None, 1.0]
 
 
 def test_the_time_left_does_not_count_compilation(tmp_path, monkeypatch):
@@ -981,6 +982,12 @@ def test_progress_of_a_run_that_goes_on_counts_the_steps_of_this_process(tmp_pat
     said, note = log_on_a_clock(tmp_path, monkeypatch, steps=50, begin=35)
     note(5, at=10.0)
     assert said == ["A1 seed 0: step 40/50, loss 1.000, 8 samples/s, 00:10 so far, 00:20 left"]
+
+
+def test_of_a_compiled_run_that_goes_on_the_steps_that_are_left_are_told(tmp_path):
+    said = []
+    step_log(tmp_path, 20, begin=5, variant="A3", say=said.append)
+    assert said == ["A3 seed 0: compiling, then 15 steps"]
 
 
 def test_a_line_of_the_log_has_milliseconds_and_the_rate_of_its_step(tmp_path):

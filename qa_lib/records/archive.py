@@ -375,10 +375,8 @@ def _steps_of(runs: list[Run], path: Path) -> pd.DataFrame:
     steps_by_owner: dict[Owner, pd.DataFrame] = {}
     for run in runs:
         owner = (run.record["run_id"], run.record["time"]["started"])
-        steps = run.steps()
         # If owners are equal, one is a changed copy of the other.
-        if owner not in steps_by_owner or len(steps):
-            steps_by_owner[owner] = steps
+        steps_by_owner[owner] = run.steps()
 
     for (run_id, started), steps in _steps_by_owner(steps_path(path)).items():
         same = [

@@ -7,10 +7,12 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import pandas as pd
 import pytest
 
 from qa_lib.lab.app.choices import Choices
 from qa_lib.lab.app.dashboard import _progress_html, dashboard, groups_of, running
+from qa_lib.lab.app.markup import picture_html, table_html, without_paths
 from qa_lib.lab.search.plan import plan
 from qa_lib.spec.machine import Machine
 from tests.app.server import folder_of
@@ -235,3 +237,31 @@ def test_groups_of_a_search_are_not_offered():
     runs = [run("old", "1"), run("new", None), run("new", "3"), run("tries", "9", "tune")]
     assert groups_of(runs, own=set(), broken=["broken"]) == ["new", "old", "broken"]
     assert groups_of(runs, own={"old"}, broken=[]) == ["old", "new"]
+
+
+# What the page shows
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("no /srv/runs/a.json and no /opt/b/", "no …/a.json and no …/"),
+        ("see https://docs.example/a/b and <b>/</b>", "see https://docs.example/a/b and <b>/</b>"),
+        ("3/4 of and/or", "3/4 of and/or"),
+    ],
+)
+def test_no_folder_of_this_machine_is_shown(text, shown):
+    assert without_paths(text) == shown
+
+
+def test_a_table_has_all_of_a_long_text_as_text_and_no_numbers_of_rows():
+    long = "word " * 40 + "<b>"
+    page = table_html(pd.DataFrame({"a": [long]}, index=[77]), "small")
+    assert page.startswith('<div class="wide small"><table')
+    assert "word " * 40 + "&lt;b&gt;" in page
+    assert "77" not in page
+
+
+def test_a_pictures_title_is_text_and_its_content_is_in_the_page():
+    page = picture_html('2" <i>', b"png")
+    assert page == '<img alt="2&quot; &lt;i&gt;" src="data:image/png;base64,cG5n">'

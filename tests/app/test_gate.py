@@ -337,3 +337,73 @@ def test_a_body_that_was_checked_is_given_once_and_then_what_else_comes():
     first, second = asyncio.run(received())
     assert first == {"type": "http.request", "body": b"body", "more_body": False}
     assert second == "gone"
+
+
+def test_an_ipv6_address_is_called_in_brackets():
+    assert "[::1]" in gate.allowed_hosts("::1", "::1")
+
+
+def test_a_host_that_a_proxy_names_is_checked_as_well():
+    with pytest.raises(HTTPException, match="not the name of a host"):
+        gate.checked_headers({"host": "a", "x-forwarded-host": "b/c"})
+
+
+def test_a_body_whose_sender_has_gone_is_not_whole():
+    async def receive():
+        return {"type": "http.disconnect"}
+
+    with pytest.raises(HTTPException) as caught:
+        asyncio.run(gate.read_body(receive))
+    assert caught.value.status_code == 400
+
+
+# A gate before another app
+
+
+def sent_through(app, body: bytes = b"", **scope) -> list[dict]:
+    """Return what is sent for a request through a gate to `app`, whose page has one event."""
+    page = gate.Page(events={0: ()}, sessions=set())
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": body}
+
+    async def send(message):
+        sent.append(message)
+
+    request = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+    asyncio.run(gate.Gate(app, page, frames="'none'")(request | scope, receive, send))
+    return sent
+
+
+async def echo(scope, receive, send):
+    """Answer with the headers and the body of a request."""
+    body = (await receive())["body"]
+    await send({"type": "http.response.start", "status": 200, "headers": scope["headers"]})
+    await send({"type": "http.response.body", "body": body})
+
+
+def test_an_event_is_handed_on_with_the_length_of_what_was_written_anew():
+    json_type = [(b"content-type", b"application/json; charset=utf-8"), (b"content-length", b"99")]
+    body = json.dumps(SENT | {"trigger_id": 5}).encode()
+    start, end = sent_through(echo, body, method="POST", path=gate.JOIN, headers=json_type)
+    assert json.loads(end["body"]) == SENT
+    headers = dict(start["headers"])
+    assert headers[b"content-length"] == str(len(end["body"])).encode()
+
+
+def test_what_is_refused_has_the_headers_that_keep_the_page_to_itself():
+    start, _ = sent_through(echo, path="/gradio_api/upload")
+    assert start["status"] == 404
+    assert dict(start["headers"])[b"x-content-type-options"] == b"nosniff"
+
+
+def test_a_websocket_is_closed():
+    assert sent_through(echo, type="websocket") == [{"type": "websocket.close"}]
+
+
+def test_an_answer_that_the_end_of_the_app_cuts_short_is_ended():
+    async def cancelled(scope, receive, send):
+        raise asyncio.CancelledError
+
+    assert sent_through(cancelled) == [{"type": "http.response.body", "body": b""}]

@@ -20,8 +20,7 @@ def without_paths(text: str) -> str:
 
 def table_html(table: pd.DataFrame, style: str = "") -> str:
     """Return a table of text as HTML that scrolls; `style` is a further class of page.css."""
-    with pd.option_context("display.max_colwidth", None):
-        return f'<div class="wide {style}">{table.to_html(index=False, border=0)}</div>'
+    return f'<div class="wide {style}">{table.to_html(index=False, border=0)}</div>'
 
 
 def picture_html(title: str, png: bytes) -> str:
