@@ -18,7 +18,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import one_line, printable
-from qa_lib.lab.report import evidence, pages
+from qa_lib.lab.report import evidence, pages, schematics
 from qa_lib.lab.report.notebook import brief
 from qa_lib.lab.report.own import write_page
 from qa_lib.lab.report.readme import with_results
@@ -45,6 +45,7 @@ TRAINED = {
     f"runs/{name}.ipynb": f"notebooks/{name}.ipynb"
     for name in (*FAMILIES.values(), "profiling", "speedrun")
 }
+PICTURES = ROOT / "docs" / "pictures"  # which show no record
 SHOWN = 18  # lines of the table in the terminal
 
 
@@ -144,6 +145,8 @@ def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
 def execute_pages() -> None:
     """Execute the notebooks of PAGES into the checkout, and of TRAINED the cells of records.
 
+    Draws the pictures that show no record anew, too.
+
     Raises ReportError anywhere but in the root of a checkout.
     """
     if not IS_CHECKOUT or Path.cwd() != ROOT:
@@ -157,6 +160,8 @@ def execute_pages() -> None:
     digests = _committed_digests(evidence.load_runs(ROOT / "runs"), ROOT / "runs")
     for page in (*PAGES, *TRAINED):
         stamp(ROOT / page, digests)
+    schematics.draw(PICTURES)
+    print(f"pictures drawn into {PICTURES.relative_to(ROOT)}")
 
 
 def execute_cells_of_records(notebook: str, page: Path) -> None:

@@ -202,6 +202,11 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return _above(text, figures / chosen["group"].iloc[0] / "ladder.png")
 
 
+def step(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return the picture of where a step's milliseconds go."""
+    return picture_link(figures / group / "step.png") or NOTHING
+
+
 def _above(text: str, picture: Path) -> str:
     """Return a paragraph with a picture below it, if that was drawn."""
     link = picture_link(picture)
@@ -299,6 +304,7 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "variants": variants,
     "several": several,
     "language": language,
+    "step": step,
     "cards": cards,
     "groups": groups,
 }
