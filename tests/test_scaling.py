@@ -9,9 +9,15 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.optimize import curve_fit
 
-from qa_lib.lab.report import curves, noise_scale, scaling
+from qa_lib.lab.report import (
+    curves,
+    growth_figures,
+    noise_scale,
+    parallel_figures,
+    scaling,
+    tradeoffs,
+)
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
@@ -190,6 +196,37 @@ def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
     assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples a pass.")
 
 
+# What the titles of curves say.
+
+POINTS = pd.DataFrame({
+    "variant": ["A1", "A1", "A2", "A2"],
+    "length": [128, 512, 128, 512],
+    "micro_batch": 8,
+    "gib": [1.0, 10.0, 1.0, 4.0],
+    "speed": [100.0, 10.0, 200.0, 40.0],
+})  # fmt: skip
+
+
+def test_the_growth_of_memory_is_told_of_the_variant_where_it_is_most_and_where_least():
+    said, told = growth_figures.memory_finding(POINTS, "length")
+    assert said == "From 128 to 512 tokens, memory grows ×10.0 in A1 and ×4.00 in A2"
+    assert told == ["A1", "A2"]
+
+
+def test_one_size_has_no_growth():
+    said = "no variant has a peak at two numbers of tokens"
+    refused(said, growth_figures.memory_finding, POINTS[POINTS["length"] == 128], "length")
+
+
+def test_over_lengths_the_quickest_variant_is_compared_with_the_baseline():
+    said, told = growth_figures.speed_finding(POINTS, "length", "micro-batch 8", "A1")
+    assert said == (
+        "A2 is the fastest of 2 variants at every length: ×2.00 A1's speed at 128 tokens, "
+        "×4.00 at 512 (micro-batch 8)"
+    )
+    assert told == ["A2", "A1"]
+
+
 # What the notebooks compute.
 
 
@@ -203,11 +240,10 @@ def run_cell(notebook, cell_id, **names):
 
 @pytest.mark.parametrize(("constants", "rest"), [(2, 0.0), (3, 0.7)])
 def test_the_fitted_law_is_the_one_that_made_the_losses(constants, rest):
-    cell = run_cell("scaling", "scaling-laws", np=np, math=math, pd=pd, curve_fit=curve_fit)
     sizes = np.array([1e6, 4e6, 1.6e7, 6.4e7, 2.56e8])
-    law = cell["fit"](sizes, 30 * sizes**-0.25 + rest, constants)
-    assert law[2:] == pytest.approx((0.25, rest), rel=1e-3)
-    assert cell["value"](law, 1e9) == pytest.approx(30 * 1e9**-0.25 + rest, rel=1e-3)
+    law = tradeoffs.fit(sizes, 30 * sizes**-0.25 + rest, constants)
+    assert (law.b, law.c) == pytest.approx((0.25, rest), rel=1e-3)
+    assert law(1e9) == pytest.approx(30 * 1e9**-0.25 + rest, rel=1e-3)
 
 
 def test_the_slides_formula_falls_where_losses_are_told_again():
@@ -215,6 +251,18 @@ def test_the_slides_formula_falls_where_losses_are_told_again():
     loss = pd.Series(np.tile([1.0, 2.0], 100))
     assert cell["formula"](loss, 10) == pytest.approx(0.1)
     assert cell["formula"](cell["repeated"](loss), 10) == 0.0
+
+
+def test_what_a_gpu_neither_computes_nor_communicates_is_idle():
+    lines = pd.DataFrame({
+        "variant": ["P-one-bucket", "P-gpipe"],
+        "step_ms": [10.0, 10.0],
+        "waiting_ms": [2.0, 3.0],
+        "busy_ms": [7.0, 5.0],
+    })  # fmt: skip
+    parts = parallel_figures._parts_of_a_step(lines)
+    assert parts.columns.tolist() == ["computing", "communicating", "bubble", "idle"]
+    assert parts.to_numpy().tolist() == [[7.0, 2.0, 0.0, 1.0], [7.0, 0.0, 3.0, 0.0]]
 
 
 # Lines of several GPUs, of runs that are columns alone.
