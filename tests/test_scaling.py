@@ -193,7 +193,7 @@ def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
             speed=speeds[variant] + scatter,
         )
     sentence = lead(load_runs(tmp_path), "h200-bench")
-    assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples a pass.")
+    assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples in a forward pass.")
 
 
 # What the titles of curves say.

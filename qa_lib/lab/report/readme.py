@@ -219,7 +219,9 @@ def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     measured = {spoken.card(name) for name in runs["env.gpu"].dropna()}
     table = cards_table()
     table["variant"] = table["variant"].map(spoken.variant)
-    table = table.rename(columns={"variant": "training", "micro-batch": "samples in a pass"})
+    table = table.rename(
+        columns={"variant": "training", "micro-batch": "samples in a forward pass"}
+    )
     table["this choice is"] = [
         "measured" if card in measured else "predicted" for card in table["card"]
     ]
