@@ -420,7 +420,7 @@ def test_the_baseline_learns_the_smoke_task(swept):
 every_page = pytest.mark.parametrize("page", cli.PAGES)
 
 
-@every_page
+@pytest.mark.parametrize("page", [*cli.PAGES, *cli.TWINS])
 def test_a_page_is_of_moderate_size_and_names_no_machine(page):
     path = ROOT / page
     assert path.stat().st_size < 3 * MAX_BYTES

@@ -128,7 +128,7 @@ def test_what_shows_committed_records_is_made_anew_without_the_training():
 
 def test_each_rendered_page_is_known():
     kept = {f"runs/{path.name}" for path in ROOT.glob("runs/*.ipynb")}
-    assert kept == {*cli.PAGES, *cli.TRAINED}
+    assert kept == {*cli.PAGES, *cli.TWINS, *cli.TRAINED}
 
 
 @pytest.mark.parametrize("notebook", cli.TRAINED.values())

@@ -53,6 +53,7 @@ def test_a_command_of_the_readme_is_one_that_exists(words):
     whole = {
         "pip install .",
         "pip install .[notebooks,adapters]",
+        "pip install git+https://github.com/YOUR-FORK",
         ". .venv/bin/activate",
     }  # the environment that make has made
     known = {"make": make, "python": verb, "papermill": papermill, "jupyter": jupyter}
@@ -150,25 +151,47 @@ def test_the_results_in_the_readme_and_the_figures_are_those_of_the_committed_re
     typed("report --check")
 
 
-def test_the_python_of_the_readme_runs(tmp_path, monkeypatch, capsys):
-    """A folder has a model and data of one's own. The compiler, half a minute here, is left out."""
+def python_of(page):
+    """The blocks of Python of a page, with a model and data of one's own instead of the hub's."""
+    text = page.read_text(encoding="utf-8").replace("bert-base-uncased", "my-bert")
+    text = text.replace('"full")', '"local", data="squad/", model="my-bert/", epochs=2)')
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+@pytest.fixture
+def own_folder(tmp_path, monkeypatch):
+    """Work in a folder with a model and data of one's own, as if the library were installed.
+
+    The compiler, half a minute here, is left out.
+    """
     monkeypatch.chdir(tmp_path)
     checkpoint("bert", tmp_path / "my-bert")
     squad_folder(tmp_path / "squad", "alice came to the harbour at nine", "alice")
-    # Those of docs/own-code.md are run in test_own_code.py; docs/findings.md has lines of loops.
-    pages = [page for page in PAGES if page.name in ("README.md", "own-model.md")]
-    texts = "\n".join(page.read_text(encoding="utf-8") for page in pages)
-    (block,) = set(re.findall(r"```python\n(.*?)```", texts, re.DOTALL))
-    assert len(block.strip().splitlines()) <= 10
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))  # as if it were installed
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    return tmp_path
+
+
+def test_the_python_of_the_readme_runs(own_folder, capsys):
+    """test_own_code.py runs those of docs/own-code.md; docs/findings.md has lines of loops."""
+    first, second = python_of(ROOT / "README.md")
+    assert len([line for line in first.splitlines() if line]) == 5
+    exec(first, {})
+    (card,) = own_folder.glob("runs/*/*/model/README.md")
+    assert "A4: " in card.read_text()
+    exec(second, {})
+
+
+def test_the_python_of_the_page_on_own_models_runs(own_folder, capsys):
+    (block,) = python_of(ROOT / "docs" / "own-model.md")
+    assert len(block.strip().splitlines()) <= 10
     exec(block, {})
     assert capsys.readouterr().out.count("ok ") == 1
     exec(block, {})
     said = capsys.readouterr().out
     assert said.count("ok ") == 1 and "finished on " in said and "step " not in said
     assert AutoModelForQuestionAnswering.from_pretrained("my-answers").config.model_type == "bert"
-    assert "A4: " in (tmp_path / "my-answers" / "README.md").read_text()
+    assert "A4: " in (own_folder / "my-answers" / "README.md").read_text()
 
 
 def test_the_package_imports_what_is_asked_of_it():

@@ -68,7 +68,9 @@ def work_in(folder, patch):
 # The page.
 
 
-@pytest.mark.parametrize("words", ["| A1 | ", "`cpu-smoke`", "What is missing here is not known"])
+@pytest.mark.parametrize(
+    "words", ["**the unoptimized loop** (A1)", "`cpu-smoke`", "What is missing here is not known"]
+)
 def test_the_readme_shows_committed_groups_and_what_they_lack(filled, words):
     assert words in filled
 
@@ -93,7 +95,7 @@ def test_a_readme_without_results_is_not_up_to_date(page, capsys):
 
 
 def test_a_readme_with_other_results_is_not_up_to_date(page, filled, capsys):
-    page.write_text(filled.replace("| A1 |", "| A9 |"))
+    page.write_text(filled.replace("(A1)", "(A9)"))
     assert cli.print_check(Path("runs"), Path("figures")) == 1
     assert "README.md is not up to date" in capsys.readouterr().out
 
@@ -115,7 +117,7 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     every = pd.concat([every, of_new_card], ignore_index=True)
     texts = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
     assert "on one NEW" in texts[0]
-    assert "8 seeds" in texts[0]
+    assert "over 8 seeds" in texts[0]
     assert "4 GPUs train" in "".join(texts)
 
 
@@ -152,7 +154,8 @@ def with_whole_trainings():
 
 def test_minutes_are_projected_where_no_training_was_measured_whole():
     text = headline.headline(without_whole_trainings(), evidence.REFERENCE)
-    assert text.startswith("**Projected from measured speed: three epochs")
+    assert "Projected.\n" in text
+    assert "*Minutes:* projected from measured speed to 131,754 samples" in text
 
 
 def test_minutes_take_a_speed_of_the_recommended_variant():
@@ -166,51 +169,22 @@ def test_minutes_take_a_speed_of_the_recommended_variant():
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
     assert text.startswith(
-        "**Three epochs of 1,000 samples train BERT-base in 2.5 minutes on one NVIDIA H100 80GB "
-        "HBM3, where `transformers.Trainer` takes 14.0 as it comes.** Measured from the command to "
-        "the last step, "
+        "- Three epochs of BERT-base take **2.5 minutes** on one H100; "
+        "with the Trainer as it comes (A0-longest) 14.0.\n"
     )
+    assert "measured from the command to the last step, with nothing cached, on 1,000 " in text
     assert "Projected" not in text
 
 
 def test_one_epoch_stands_for_three_and_the_text_says_so(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
-    assert "A0-longest: start, 3 times one epoch)" in text
+    assert "A0-longest: one epoch was run, and its time after the start counts 3 times" in text
 
 
 def test_a_training_that_was_scored_is_measured_to_the_score(with_whole_trainings):
     is_whole = with_whole_trainings["group"] == "h200-minutes"
     with_whole_trainings.loc[is_whole, "quality.f1"] = 80.0
     assert "to the score" in headline.headline(with_whole_trainings, evidence.REFERENCE)
-
-
-MINUTES = {
-    "A0": 12.0,
-    "A0-longest": 12.0,
-    "A0-compile": 5.8,
-    "E-searched": 2.9,
-    RECOMMENDED: 1.9,
-}
-
-
-@pytest.mark.parametrize(
-    ("variants", "words"),
-    [
-        (
-            list(MINUTES),
-            "12.0 as it comes, 5.8 with torch.compile, and plain PyTorch 2.9 at its best",
-        ),
-        (
-            ["A0-compile", "E-searched"],
-            "5.8 with torch.compile, and plain PyTorch 2.9 at its best",
-        ),
-        (["A0-compile"], "5.8 with torch.compile"),
-        # A0 is the Trainer padded to the limit, and no way in which anybody takes it.
-        (["E-searched", "A0"], ""),
-    ],
-)
-def test_the_rivals_are_named_that_were_measured_if_a_trainer_is_among_them(variants, words):
-    assert headline._rivals(pd.Series(MINUTES)[variants]) == words
 
 
 # Cards.
@@ -262,11 +236,10 @@ def test_a_training_is_projected_from_its_speed_and_its_compilation():
 
 def test_a_projection_says_where_the_quickest_trainer_found_code_compiled():
     table = headline.projected(SPEEDS)
-    text = headline._projected_minutes(table, "x", "GPU")
-    assert "train BERT-base in 8.3 minutes on one GPU" in text
+    text = headline._source_of_projected(table)
     assert text.endswith("; A0-compile compiles for 60 s, with a part of the code from a cache.")
-    cold = headline._projected_minutes(table.assign(cold=True), "x", "GPU")
-    assert cold.endswith("With compilation, without data and scoring.")
+    cold = headline._source_of_projected(table.assign(cold=True))
+    assert cold.endswith("with compilation, without data and scoring.")
 
 
 @pytest.mark.parametrize(
@@ -355,33 +328,79 @@ def test_a_training_that_was_not_whole_cold_and_alike_does_not_count(other):
     assert len(minutes_of({}, other)) == 1
 
 
+@pytest.fixture
+def scored(monkeypatch):
+    """Make F1 of the recommended variant in a group whose headline is of BERT-base.
+
+    The function takes the verdict on it, and the model that was scored.
+    """
+
+    def make(verdict, model):
+        row = {"verdict": verdict, "n": 5, "delta": 0.25, "delta±": 0.2, "best_delta": -0.5}
+        tested = pd.DataFrame([row | {"best_delta±": 0.1}], index=[RECOMMENDED])
+        runs = pd.DataFrame({"spec.variant": ["A1", RECOMMENDED], "model.name": model})
+        runs = runs.assign(**{"model.params_total": [1e6, 11.2e6], "group": "q"})
+        monkeypatch.setattr(headline, "shown_model", lambda runs, group: "bert-base")
+        monkeypatch.setattr(headline, "judged", lambda runs, group: runs)
+        monkeypatch.setattr(headline, "equivalence", lambda judged: tested)
+        return runs
+
+    return make
+
+
 @pytest.mark.parametrize(
     ("verdict", "finding"),
     [
-        ("within", "F1 stays within 1 point of A1's: it changes by −0.50 ± 0.10 at the best"),
-        ("no worse", "F1 does not fall 1 point below A1's"),
+        ("within", "F1 stays within 1 point of that of the unoptimized loop (A1): **−0.50 ± 0.10"),
+        ("no worse", "F1 does not fall 1 point below that of the unoptimized loop (A1)"),
         ("open", "F1 is not shown to stay within 1 point"),
         ("beyond", "F1 is not shown to stay within 1 point"),
     ],
 )
-def test_whether_f1_is_kept_follows_from_the_verdict(verdict, finding, monkeypatch):
-    row = {"verdict": verdict, "n": 5, "delta": 0.25, "delta±": 0.2, "best_delta": -0.5}
-    tested = pd.DataFrame([row | {"best_delta±": 0.1}], index=[RECOMMENDED])
-    runs = pd.DataFrame({"spec.variant": ["A1", RECOMMENDED], "model.params_total": [1e6, 11.2e6]})
-    monkeypatch.setattr(headline.evidence, "judging_runs", lambda runs, group: runs)
-    monkeypatch.setattr(headline.evidence, "usual_conditions", lambda runs: runs)
-    monkeypatch.setattr(headline, "equivalence", lambda judged: tested)
-    text = headline._kept(runs, "g")
+def test_whether_f1_is_kept_follows_from_the_verdict(verdict, finding, scored):
+    text, (source,) = headline._kept(scored(verdict, "minilm"), "g")
     assert text.startswith(finding)
-    assert "by +0.25 ± 0.20 at threshold 0" in text
-    assert "(11 M parameters, 5 seeds," in text
+    assert "at threshold 0 it is +0.25 ± 0.20" in source
+    assert "over 5 seeds" in source
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("minilm", "measured on a smaller model (MiniLM, 11 M parameters)."),
+        ("bert-base", "measured on the same model."),
+    ],
+)
+def test_the_model_that_was_scored_is_told(model, said, scored):
+    text, _ = headline._kept(scored("within", model), "g")
+    assert text.endswith(said)
 
 
 def test_an_f1_of_the_recommended_variant_that_was_not_measured_is_told():
     runs = committed()
     without = runs[runs["spec.variant"] != RECOMMENDED]
-    found = headline._kept(without, evidence.REFERENCE)
-    assert found == f"The F1 of {RECOMMENDED} has not been measured."
+    text, sources = headline._kept(without, evidence.REFERENCE)
+    assert text == "The F1 of the full stack in 16 bits (E-uncompiled) has not been measured."
+    assert sources == []
+
+
+def renamed(runs, group, model):
+    """The runs of a group as if they were of another model."""
+    return runs[runs["group"] == group].assign(**{"model.name": model, "model.params_total": 110.0})
+
+
+def test_the_headline_is_of_the_largest_model_that_was_timed_scored_and_trained_whole():
+    every = committed()
+    assert headline.shown_model(every, evidence.REFERENCE) == "bert-base"
+    of_recommended = every[every["spec.variant"] == RECOMMENDED]
+    bench, quality, minutes = (
+        renamed(of_recommended, f"h100-80gb-hbm3-{preset}", "all-mpnet-base-v2")
+        for preset in ("bench", "quality", "minutes")
+    )
+    complete = pd.concat([every, bench, quality, minutes], ignore_index=True)
+    assert headline.shown_model(complete, evidence.REFERENCE) == "all-mpnet-base-v2"
+    unscored = pd.concat([every, bench, minutes], ignore_index=True)
+    assert headline.shown_model(unscored, evidence.REFERENCE) == "bert-base"
 
 
 def test_without_a_timed_language_model_there_is_no_block_about_one():
@@ -414,17 +433,18 @@ def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 
 def test_what_no_record_shows_is_said():
     runs = pd.DataFrame({
-        "env.gpu": ["B", "A"],
+        "env.gpu": ["NVIDIA H200", "NVIDIA H100 80GB HBM3"],
         "quality.f1": [None, 80.0],
+        "model.name": ["bert-base", "minilm"],
         "model.params_total": [110.0, 11.0],
     })  # fmt: skip
-    assert headline._not_shown(runs, runs[:1]) == (
-        "**Not shown:** the F1 of BERT-base itself; and anything on any card but the A and B: "
-        "no T4 has run anything."
+    assert headline._not_shown(runs, runs, "bert-base") == (
+        "**Not shown:** the F1 of BERT-base itself, and anything on another card than the H100 and "
+        "H200; no T4 has run anything."
     )
     with_t4 = runs.assign(**{"env.gpu": "Tesla T4"})
-    assert headline._not_shown(with_t4, runs[1:]) == (
-        "**Not shown:** anything on any card but the Tesla T4."
+    assert headline._not_shown(with_t4, runs, "minilm") == (
+        "**Not shown:** anything on another card than the T4."
     )
 
 

@@ -9,9 +9,13 @@ from types import SimpleNamespace
 import numpy as np
 import pandas as pd
 import pytest
-from scipy.optimize import curve_fit
 
-from qa_lib.lab.report import curves, noise_scale, scaling
+from qa_lib.lab.report import (
+    curves,
+    noise_scale,
+    scaling,
+    tradeoffs,
+)
 from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
@@ -267,7 +271,7 @@ def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
             speed=speeds[variant] + scatter,
         )
     sentence = lead(load_runs(tmp_path), "h200-bench")
-    assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples a pass.")
+    assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples in a forward pass.")
 
 
 # What the notebooks compute.
@@ -283,11 +287,10 @@ def run_cell(notebook, cell_id, **names):
 
 @pytest.mark.parametrize(("constants", "rest"), [(2, 0.0), (3, 0.7)])
 def test_the_fitted_law_is_the_one_that_made_the_losses(constants, rest):
-    cell = run_cell("scaling", "scaling-laws", np=np, math=math, pd=pd, curve_fit=curve_fit)
     sizes = np.array([1e6, 4e6, 1.6e7, 6.4e7, 2.56e8])
-    law = cell["fit"](sizes, 30 * sizes**-0.25 + rest, constants)
-    assert law[2:] == pytest.approx((0.25, rest), rel=1e-3)
-    assert cell["value"](law, 1e9) == pytest.approx(30 * 1e9**-0.25 + rest, rel=1e-3)
+    law = tradeoffs.fit(sizes, 30 * sizes**-0.25 + rest, constants)
+    assert (law.b, law.c) == pytest.approx((0.25, rest), rel=1e-3)
+    assert law(1e9) == pytest.approx(30 * 1e9**-0.25 + rest, rel=1e-3)
 
 
 def test_the_slides_formula_falls_where_losses_are_told_again():

@@ -8,19 +8,18 @@ import shlex
 import shutil
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from qa_lib.__main__ import main
 from qa_lib.data.squad import open_source
 from qa_lib.lab.launch import cold
-from qa_lib.lab.report import evidence
+from qa_lib.lab.report import evidence, speedrun
 from qa_lib.lab.search.plan import plan
 from qa_lib.records.record import read_record, run_files
 from tests.material import ROOT, change_record, committed, document, question, refused, write
 from tests.report_runs import make
-from tests.test_notebooks import names, run_here
+from tests.test_notebooks import run_here
 from tests.tiny import H200
 
 NOTEBOOK = ROOT / "notebooks" / "speedrun.ipynb"
@@ -64,18 +63,18 @@ def run_at_smoke_size(runs):
 
 @pytest.fixture(scope="module")
 def shown(tmp_path_factory):
-    """What the notebook shows of a run that has been made up, and its names."""
+    """What the notebook shows of a run that has been made up."""
     runs = tmp_path_factory.mktemp("smoke")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cold, "run_cold", lambda spec, runs: read_record(make(runs, spec.variant)))
         texts = run_at_smoke_size(runs)
-    return SimpleNamespace(texts=texts, **{name: names()[name] for name in ("verdict", "recipes")})
+    return texts
 
 
 def test_it_shows_a_line_a_recipe_and_no_verdict_at_smoke_size(shown):
-    assert "| cpu-smoke | A2 |" in shown.texts
-    assert "*Not shown: no record yet.*" in shown.texts
-    assert "*Not shown: a record takes preset speedrun, 6 layers, seeds 0 to 4" in shown.texts
+    assert "| cpu-smoke | A2 |" in shown
+    assert "*Not shown: no record yet.*" in shown
+    assert "*Not shown: a record takes preset speedrun, 6 layers, seeds 0 to 4" in shown
 
 
 @pytest.mark.slow
@@ -89,11 +88,13 @@ def test_at_smoke_size_it_trains_and_shows_both_clocks(tmp_path):
 
 
 @pytest.mark.parametrize(("f1", "said"), [(67.2, "met by 0.20"), (66.9, "missed by 0.10")])
-def test_the_verdict_is_by_the_mean_of_five_seeds(shown, tmp_path, f1, said):
+def test_the_verdict_is_by_the_mean_of_five_seeds(tmp_path, f1, said):
     make_scored(tmp_path, "quality", "A1", 67.5, 25.0)
     make_scored(tmp_path, "speedrun", "A2", f1, 14.0)
     runs = evidence.load_runs(tmp_path)
-    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == shown.verdict(runs, runs)
+    assert f"**The target is {said}**: best F1 {f1:.2f}, wanted 67.00." == speedrun.verdict(
+        runs, runs
+    )
 
 
 @pytest.fixture
@@ -103,8 +104,8 @@ def entry(tmp_path):
     return evidence.load_runs(tmp_path)
 
 
-def test_there_is_no_verdict_without_a_target(shown, entry):
-    refused("no target yet, for lack of A1's seeds 0 to 4", shown.verdict, entry, entry)
+def test_there_is_no_verdict_without_a_target(entry):
+    refused("no target yet, for lack of A1's seeds 0 to 4", speedrun.verdict, entry, entry)
 
 
 @pytest.mark.parametrize(
@@ -116,18 +117,18 @@ def test_there_is_no_verdict_without_a_target(shown, entry):
         ("spec.preset.name", "local"),
     ],
 )
-def test_there_is_no_verdict_by_other_rules(shown, entry, column, value):
+def test_there_is_no_verdict_by_other_rules(entry, column, value):
     other = entry.copy()
     other.loc[other["spec.seed"] == 3, column] = value
-    refused("a record takes preset speedrun", shown.verdict, other, entry)
+    refused("a record takes preset speedrun", speedrun.verdict, other, entry)
 
 
-def test_the_history_has_a_line_a_recipe_of_the_archived_records(shown, tmp_path):
+def test_the_history_has_a_line_a_recipe_of_the_archived_records(tmp_path):
     make_scored(tmp_path, "speedrun", "A2", 67.2, 22.0)
     make_scored(tmp_path, "speedrun", "A2", 67.3, 11.0, day=2, micro_batch=32)
     assert main(["archive", "h200-speedrun", "--runs", str(tmp_path)]) == 0
     shutil.rmtree(tmp_path / "h200-speedrun")
-    table = shown.recipes(evidence.load_runs(tmp_path))
+    table = speedrun.recipes(evidence.load_runs(tmp_path))
     columns = ["micro-batch", "seeds", "training s", "prompt to score s", "× line above"]
     first, second = table[columns].values.tolist()
     assert first == ["8", "5", "22.0 ± 0.0", "42.0 ± 0.0", "–"]

@@ -708,8 +708,9 @@ def test_pipelines_and_several_processes_are_other_runs():
 def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
     assert tagged("plain") == ["E-searched", "L-plain", "L-plain-bf16", "L-searched"]
     assert tagged("quickstart") == ["A1", "A2", "A3", "A4", "A4-b", "B1", "C1", "E-packed"]
-    assert tagged("trainer") == "A0 A0-longest A0-grouped A0-compile L0 L0-sdpa L0-compile".split()
-    assert tagged("default") == ["A0-longest", "L0-sdpa"]
+    trainers = "A0 A0-longest A0-grouped A0-compile A0-tuned A0-defaults L0 L0-sdpa L0-compile"
+    assert tagged("trainer") == trainers.split()
+    assert tagged("default") == ["A0-longest", "A0-defaults", "L0-sdpa"]
     assert find_family("C") == ["C1", "C2-8", "C2"]
     refused("unknown family 'Z'", find_family, "Z")
 
@@ -726,10 +727,10 @@ def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
         ),
         (
             "headline",
-            "A1 A0-longest A0-compile E-searched E-recompute-8bit E-uncompiled E-fp8-uncompiled "
-            "E-t4-norm P-one-bucket L1 L0-sdpa L0-compile L-dropout L-moments L-fp8-head "
-            "L-fp8-head-nodropout L-moments-nodropout L-plain L-plain-bf16 L-plain-bf16-nodropout "
-            "L-searched",
+            "A1 A0-longest A0-compile A0-tuned E-searched E-recompute-8bit E-uncompiled "
+            "E-fp8-uncompiled E-t4-norm P-one-bucket L1 L0-sdpa L0-compile L-dropout L-moments "
+            "L-fp8-head L-fp8-head-nodropout L-moments-nodropout L-plain L-plain-bf16 "
+            "L-plain-bf16-nodropout L-searched",
         ),
     ],
 )

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pandas as pd
 import seaborn as sns
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qa_lib.lab.report import style
@@ -90,34 +89,40 @@ def fig_packed(samples: "Samples", spec: Spec) -> Figure:
     indices = batches.step(0)[0]
     begins = batches.arrays(indices)["cu_seqlens"][: batches.size]
     lengths = batches.samples.lengths[indices]
+    note = "A colour is a sample, grey is padding."
+    return packed_figure(lengths, begins, batches.budget, limit, note)
+
+
+def packed_figure(
+    lengths: np.ndarray, begins: np.ndarray, budget: int, limit: int, note: str
+) -> Figure:
+    """Draw samples in one packed sequence of `budget` tokens, padded to `limit` tokens each, and
+    who attends to whom.
+
+    `lengths` are the tokens of the samples, and `begins` where each begins in the sequence.
+    """
+    samples = len(lengths)
     title = (
-        f"{batches.size} samples in {batches.budget:,} tokens: "
-        f"{percent(1 - lengths.sum() / batches.budget)} padding; each padded to {limit}: "
-        f"{percent(1 - lengths.sum() / (batches.size * limit))}"
+        f"{samples} samples in {budget:,} tokens: {percent(1 - lengths.sum() / budget)} padding; "
+        f"each padded to {limit}: {percent(1 - lengths.sum() / (samples * limit))}"
     )
-    figure = style.new_figure(title, note="A colour is a sample, grey is padding.", height=4.2)
+    figure = style.new_figure(title, note=note, height=4.2)
     axes = figure.subplot_mosaic(
         [["packed", "mask"], ["padded", "mask"]], width_ratios=[3, 2], height_ratios=[1, 4]
     )
-    colors = sns.color_palette("husl", batches.size)
-    axes["packed"].barh(0, batches.budget, color=PADDING)
+    colors = sns.color_palette("husl", samples)
+    axes["packed"].barh(0, budget, color=PADDING)
     axes["packed"].barh(0, lengths, left=begins, color=colors)
-    rows = -np.arange(batches.size)
+    rows = -np.arange(samples)
     axes["padded"].barh(rows, limit, color=PADDING)
     axes["padded"].barh(rows, lengths, color=colors)
     for name in ("packed", "padded"):
-        axes[name].set(xlabel=f"tokens, {name}", yticks=[], xlim=(0, batches.budget))
-    _draw_mask(axes["mask"], begins, lengths, batches, colors)
+        axes[name].set(xlabel=f"tokens, {name}", yticks=[], xlim=(0, budget))
+    # A block for each sample.
+    axes["mask"].bar(begins, lengths, lengths, begins, align="edge", color=colors)
+    axes["mask"].set(xlim=(0, budget), ylim=(budget, 0), aspect="equal")
+    axes["mask"].set_xlabel("a token (down) attends to these")
     return figure
-
-
-def _draw_mask(
-    axis: Axes, begins: np.ndarray, lengths: np.ndarray, batches: "Batches", colors: list
-) -> None:
-    """Draw which tokens of a packed sequence attend to which: a block for each sample."""
-    axis.bar(begins, lengths, lengths, begins, align="edge", color=colors)
-    axis.set(xlim=(0, batches.budget), ylim=(batches.budget, 0), aspect="equal")
-    axis.set_xlabel("a token (down) attends to these")
 
 
 def fig_trained(parts: pd.DataFrame, variant: str) -> Figure:

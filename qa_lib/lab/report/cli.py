@@ -18,7 +18,7 @@ import pandas as pd
 from PIL import Image
 
 from qa_lib.errors import one_line, printable
-from qa_lib.lab.report import evidence, pages
+from qa_lib.lab.report import evidence, pages, schematics
 from qa_lib.lab.report.notebook import brief
 from qa_lib.lab.report.own import write_page
 from qa_lib.lab.report.readme import with_results
@@ -43,7 +43,16 @@ PAGES = {
 # Pages whose notebooks train; of these, only the cells that show committed records are made anew.
 TRAINED = {
     f"runs/{name}.ipynb": f"notebooks/{name}.ipynb"
-    for name in (*FAMILIES.values(), "profiling", "speedrun")
+    for name in (*FAMILIES.values(), "profiling", "speedrun", "quickstart")
+}
+PICTURES = ROOT / "docs" / "pictures"  # which show no record
+# Pages that train on a CPU or show no record, in a minute; they are executed whole.
+TWINS = {
+    "runs/explore.ipynb": (
+        "notebooks/explore.ipynb",
+        {"preset": "smoke", "data": "synthetic:400", "model": "tiny"},
+    ),
+    "runs/own-loop.ipynb": ("notebooks/own_loop.ipynb", {}),
 }
 SHOWN = 18  # lines of the table in the terminal
 
@@ -142,21 +151,29 @@ def overview(chosen: pd.DataFrame, runs: pd.DataFrame) -> str:
 
 
 def execute_pages() -> None:
-    """Execute the notebooks of PAGES into the checkout, and of TRAINED the cells of records.
+    """Execute the notebooks of PAGES and TWINS into the checkout, and of TRAINED the cells of
+    records.
+
+    Draws the pictures that show no record anew, too.
 
     Raises ReportError anywhere but in the root of a checkout.
     """
     if not IS_CHECKOUT or Path.cwd() != ROOT:
         raise evidence.ReportError("--pages makes the pages of a checkout: type it in its root")
-    for page, (notebook, parameters) in PAGES.items():
+    for page, (notebook, parameters) in (PAGES | TWINS).items():
         execute(notebook, ROOT / page, parameters)
         print(f"{notebook} executed into {page}")
+    for page in TWINS:
+        # Which is without the code that they are about.
+        (ROOT / page).with_suffix(".md").unlink()
     for page, notebook in TRAINED.items():
         execute_cells_of_records(notebook, ROOT / page)
         print(f"what {page} shows of committed records made anew")
     digests = _committed_digests(evidence.load_runs(ROOT / "runs"), ROOT / "runs")
-    for page in (*PAGES, *TRAINED):
+    for page in (*PAGES, *TWINS, *TRAINED):
         stamp(ROOT / page, digests)
+    schematics.draw(PICTURES)
+    print(f"pictures drawn into {PICTURES.relative_to(ROOT)}")
 
 
 def execute_cells_of_records(notebook: str, page: Path) -> None:
@@ -340,7 +357,7 @@ def _pages_of_other_records(digests: dict[str, str]) -> list[str]:
     import nbformat
 
     problems = []
-    for page in (*PAGES, *TRAINED):
+    for page in (*PAGES, *TWINS, *TRAINED):
         if not (ROOT / page).exists():
             continue
         kept = nbformat.read(ROOT / page, as_version=4)
@@ -367,13 +384,14 @@ def _old_pages() -> list[str]:
     import nbformat
 
     problems = []
-    notebook_of = {page: notebook for page, (notebook, _) in PAGES.items()} | TRAINED
+    whole = PAGES | TWINS
+    notebook_of = {page: notebook for page, (notebook, _) in whole.items()} | TRAINED
     for page, notebook in notebook_of.items():
         if not (ROOT / page).exists():
             continue
         kept = nbformat.read(ROOT / page, as_version=4)
         of_notebook = nbformat.read(ROOT / notebook, as_version=4)
-        compared = None if page in PAGES else pages.cells_of_records(of_notebook)
+        compared = None if page in whole else pages.cells_of_records(of_notebook)
         if _sources(kept, compared) != _sources(of_notebook, compared):
             problems.append(
                 f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"

@@ -1,7 +1,7 @@
 """The figures that several pages draw: the ladder of speeds, and a run as it went.
 
-What profiles show is drawn in profile_figures.py, curves over lengths and batches are in
-curve_figures.py, and what else one page alone shows in its notebook.
+What profiles show is drawn in profile_figures.py, the rivals in rivals.py, and what one page alone
+shows in report_figures.py, curve_figures.py, tradeoffs.py, parallel_figures.py, batch_figures.py.
 A `fig_*(runs)` takes the runs of one group. Titles say the finding; a figure whose values no record
 holds raises NotMeasured.
 """

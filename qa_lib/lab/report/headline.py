@@ -1,4 +1,4 @@
-"""The result in a paragraph: minutes of a training, what it costs, whether F1 is kept.
+"""The result on one screen: minutes of a training, the lead over rivals, whether F1 is kept.
 
 README.md begins with it, and so does the report's notebook. The minutes are those of trainings
 that were measured whole, from the command to the end. Without such they are projected from the
@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence
-from qa_lib.lab.report.figures import picture_link, speed_finding, timed
+from qa_lib.lab.report import evidence, rivals, spoken
+from qa_lib.lab.report.figures import picture_link, timed
 from qa_lib.lab.report.format import gain, number
-from qa_lib.lab.report.stats import BASELINE, LEVEL, MARGIN, equivalence
+from qa_lib.lab.report.stats import BASELINE, BEST_F1, LEVEL, MARGIN, equivalence
 from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
@@ -20,29 +20,101 @@ PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 
 
 def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
-    """Return the result of a group as Markdown, with the picture of the ladder below.
+    """Return the result of a group as Markdown, with the picture of the rivals below.
 
-    It says the minutes of a training, what that costs, whether F1 is kept, and what was not shown.
-    `runs` are those of all groups. The picture is shown if it lies below the folder `figures`.
+    Two numbers and F1 come first, then the picture, what was not shown, and, folded, where the
+    numbers come from. `runs` are those of all groups. The picture is shown if it lies below the
+    folder `figures`.
 
-    Raises NotMeasured where the recommended variant's speed or memory, or the Trainer's speed, is
-    missing.
+    Raises NotMeasured where the speed or memory of the recommended variant, or the speed of a
+    rival, is missing.
     """
     chosen = evidence.select(runs, group)
-    costs = _costs(timed(chosen), group)
+    model = shown_model(runs, group)
+    minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
+    kept, source_of_f1 = _kept(runs, group)
+    sources = [source_of_minutes, *source_of_f1, _costs(timed(chosen), chosen)]
     paragraphs = [
-        _minutes(runs, chosen),
-        f"{costs} {_kept(runs, group)}",
-        _not_shown(runs, chosen),
-        picture_link(figures / group / "ladder.png"),
+        f"- {minutes}\n- {_lead(rivals.compared(chosen, model))}\n- {kept}",
+        picture_link(figures / group / "rivals.png"),
+        _not_shown(runs, chosen, model),
+        folded("Where these numbers come from", "\n".join(f"- {part}" for part in sources)),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
-def _costs(lines: pd.DataFrame, group: str) -> str:
-    """Return the gain in speed and the memory that it takes, in two sentences.
+def folded(title: str, text: str) -> str:
+    """Return Markdown that GitHub and Jupyter show as a title until it is opened."""
+    return f"<details>\n<summary>{title}</summary>\n\n{text}\n\n</details>"
 
-    `lines` are those of `summary` at one micro-batch.
+
+# Which model, and which scores.
+
+
+def shown_model(runs: pd.DataFrame, group: str) -> str:
+    """Return the name of the model that the headline of a group is of.
+
+    It is the largest on which the recommended variant was timed, scored and trained whole. Without
+    such it is the model on which the baseline was timed most often.
+    """
+    chosen = evidence.select(runs, group)
+    is_recommended = chosen["spec.variant"] == RECOMMENDED
+    whole = runs[_is_whole(runs, chosen) & (runs["spec.variant"] == RECOMMENDED)]
+    complete = chosen[
+        is_recommended
+        & chosen["model.name"].isin(_scored(runs, group)["model.name"])
+        & chosen["model.name"].isin(whole["model.name"])
+    ]
+    if len(complete):
+        return complete.sort_values("model.params_total")["model.name"].iloc[-1]
+    of_baseline = chosen["spec.variant"] == BASELINE
+    models = chosen.loc[of_baseline if of_baseline.any() else slice(None), "model.name"]
+    return models.mode()[0]
+
+
+def _scored(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return those runs of the recommended variant whose scores speak for a group."""
+    judging = evidence.judging_runs(runs, group)
+    has_score = evidence.numbers(judging, {"f1": BEST_F1})["f1"].notna()
+    return judging[has_score & judging["spec.variant"].eq(RECOMMENDED)]
+
+
+def judged(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return the runs whose scores stand beside the speeds of a group.
+
+    They are those of the model that the headline is of, or else of the model with the most runs.
+    """
+    judging = evidence.judging_runs(runs, group)
+    model = shown_model(runs, group)
+    if model in set(_scored(runs, group)["model.name"]):
+        judging = judging[judging["model.name"] == model]
+    return evidence.usual_conditions(judging)
+
+
+# The lead over rivals, and memory.
+
+
+def _lead(lines: pd.DataFrame) -> str:
+    """Return the lead over the strongest rival, and over the strongest Trainer where that is none.
+
+    `lines` are those of `rivals.compared`.
+    """
+    factors = rivals.leads(lines)
+    strongest = min(factors, key=factors.get)
+    text = (
+        f"{spoken.capital(spoken.variant(RECOMMENDED))} trains **{number(factors.pop(strongest))} "
+        f"times as fast as {spoken.VARIANTS[strongest]}** ({strongest})"
+    )
+    if factors:
+        rival = min(factors, key=factors.get)
+        text += f", and {number(factors[rival])} times as fast as {spoken.variant(rival)}"
+    return f"{text}."
+
+
+def _costs(lines: pd.DataFrame, chosen: pd.DataFrame) -> str:
+    """Return the gain in speed over the baseline and the memory that it takes, in two sentences.
+
+    `lines` are those of `summary` at one micro-batch, and `chosen` the runs of their group.
 
     Raises NotMeasured where the recommended variant or all memory is missing.
     """
@@ -51,62 +123,82 @@ def _costs(lines: pd.DataFrame, group: str) -> str:
     gib_of_full = gib[evidence.trains_all(lines["variant"])]
     if RECOMMENDED not in lines.index or gib_of_full.isna().all():
         raise evidence.NotMeasured(
-            f"{RECOMMENDED} and its memory have not been measured in {group}"
+            f"{RECOMMENDED} and its memory have not been measured in {chosen['group'].iloc[0]}"
         )
+    ratio = lines["ratio"][RECOMMENDED]
+    shown = chosen[chosen["micro_batch"].isin(lines["micro_batch"])]
     return (
-        f"{speed_finding(lines)}: {BASELINE} is an unoptimized loop, {RECOMMENDED} the whole stack "
-        f"in bf16. Memory reserved falls from {number(gib[BASELINE])} to "
-        f"{number(gib[RECOMMENDED])} GiB; the leanest full training takes "
-        f"{number(gib_of_full.min())}."
+        f"*Speed and memory:* steady steps of {lines['micro_batch'].iloc[0]} samples in a forward "
+        f"pass, group {chosen['group'].iloc[0]}, code {evidence.commits(shown)}. "
+        f"{spoken.capital(spoken.variant(RECOMMENDED))} trains {number(ratio)} times as fast as "
+        f"{spoken.variant(BASELINE)}, and reserves {number(gib[RECOMMENDED])} GiB where that takes "
+        f"{number(gib[BASELINE])}; "
+        f"{spoken.variant(gib_of_full.idxmin())} takes {number(gib_of_full.min())}."
     )
 
 
 # Minutes of a training.
 
 
-def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> str:
-    """Return the minutes of a whole training, as Markdown.
+def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
+    """Return the minutes of a whole training in a sentence, and where they come from.
 
-    They are measured ones where the recommended variant and the Trainer were both measured so, and
-    else projected from the speeds of `chosen`, the runs of one group.
+    They are measured ones where the recommended variant and a Trainer were both measured so, and
+    else projected from the speeds of `chosen`, the runs of one group and model.
 
     Raises NotMeasured where one of them has not even a speed.
     """
     whole = _whole_trainings(runs, chosen)
     minutes = whole.groupby("spec.variant")["minutes"].mean()
-    rivals = _rivals(minutes)
-    if RECOMMENDED in minutes and rivals:
-        return _measured_minutes(whole, minutes[RECOMMENDED], rivals, chosen["env.gpu"].iloc[0])
+    if RECOMMENDED in minutes and _has_trainer(minutes):
+        return _minutes_sentence(minutes, chosen), _source_of_measured(whole)
     table = projected(summary(chosen))
-    rivals = _rivals(table["minutes"])
-    if RECOMMENDED not in table.index or not rivals:
+    minutes = table["minutes"]
+    if RECOMMENDED not in minutes or not _has_trainer(minutes):
         raise evidence.NotMeasured(
             f"{RECOMMENDED} and the Trainer have not both been timed in {chosen['group'].iloc[0]}"
         )
-    return _projected_minutes(table, rivals, chosen["env.gpu"].iloc[0])
+    return f"{_minutes_sentence(minutes, chosen)} Projected.", _source_of_projected(table)
 
 
-def _measured_minutes(whole: pd.DataFrame, minutes: float, rivals: str, gpu: str) -> str:
-    """Return the minutes of whole trainings, with the conditions under which they were taken."""
-    first = whole.iloc[0]
-    end = "the score" if whole["quality.f1"].notna().all() else "the last step"
-    conditions = [
-        f"runs of each: {whole.value_counts('spec.variant').min()}",
-        f"data: {first['data.name']}",
-        f"SQuAD v2: {evidence.FULL_SAMPLES:,}",
-        f"group {first['group']}, code {evidence.commits(whole)}",
+def _has_trainer(minutes: pd.Series) -> bool:
+    """Return whether a Trainer is among the rivals of `rivals.quickest`."""
+    return bool(set(rivals.quickest(1 / minutes)) & set(tagged("trainer")))
+
+
+def _minutes_sentence(minutes: pd.Series, chosen: pd.DataFrame) -> str:
+    """Return the minutes of the recommended variant and of its rivals, indexed by variant."""
+    with_rivals = [
+        f"with {spoken.variant(name)} {minutes[name]:.1f}" for name in rivals.quickest(1 / minutes)
     ]
-    for name in whole.loc[whole["times"] > 1, "spec.variant"].unique():
-        conditions.append(f"{name}: start, {evidence.FULL_EPOCHS} times one epoch")
     return (
-        f"**Three epochs of {first['spec.n_train']:,.0f} samples train BERT-base in "
-        f"{minutes:.1f} minutes on one {gpu}, where `transformers.Trainer` takes {rivals}.** "
-        f"Measured from the command to {end}, with nothing cached ({'; '.join(conditions)})."
+        f"Three epochs of {spoken.model(chosen['model.name'].iloc[0])} take "
+        f"**{minutes[RECOMMENDED]:.1f} minutes** on one {spoken.card(chosen['env.gpu'].iloc[0])}; "
+        f"{', '.join(with_rivals)}."
     )
 
 
-def _projected_minutes(table: pd.DataFrame, rivals: str, gpu: str) -> str:
-    """Return the minutes of `projected`, and whether the quickest Trainer's compilation counts."""
+def _source_of_measured(whole: pd.DataFrame) -> str:
+    """Return the conditions under which whole trainings were taken."""
+    first = whole.iloc[0]
+    end = "the score" if whole["quality.f1"].notna().all() else "the last step"
+    text = (
+        f"*Minutes:* measured from the command to {end}, with nothing cached, on "
+        f"{first['spec.n_train']:,.0f} samples ({first['data.name']}; all of SQuAD v2 makes "
+        f"{evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
+        f"group {first['group']}, code {evidence.commits(whole)}."
+    )
+    shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
+    if len(shortened):
+        text += (
+            f" {', '.join(shortened)}: one epoch was run, and its time after the start counts "
+            f"{evidence.FULL_EPOCHS} times."
+        )
+    return text
+
+
+def _source_of_projected(table: pd.DataFrame) -> str:
+    """Return what `projected` counts, and whether the quickest Trainer's compilation does."""
     trainers = table.index.intersection(tagged("trainer"))
     rival = table.loc[trainers, "speed"].idxmax()
     caveat = ""
@@ -114,10 +206,8 @@ def _projected_minutes(table: pd.DataFrame, rivals: str, gpu: str) -> str:
         compile_s = table.loc[rival, "compile_s"]
         caveat = f"; {rival} compiles for {compile_s:.0f} s, with a part of the code from a cache"
     return (
-        "**Projected from measured speed: three epochs of SQuAD v2 train BERT-base in "
-        f"{table.loc[RECOMMENDED, 'minutes']:.1f} minutes on one {gpu}, where "
-        f"`transformers.Trainer` takes {rivals}.** "
-        f"With compilation, without data and scoring{caveat}."
+        f"*Minutes:* projected from measured speed to {evidence.FULL_SAMPLES:,} samples, with "
+        f"compilation, without data and scoring{caveat}."
     )
 
 
@@ -175,26 +265,16 @@ def _compilation(lines: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
 def _whole_trainings(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
     """Return the runs that trained as a user would, whole and with nothing compiled before.
 
-    They are on the hardware and of the model of `chosen`, the runs of one group, and on the most
-    samples that any such run had. Each trained for FULL_EPOCHS, or for one epoch, which stands for
-    them all.
+    They are on the hardware and of the model of `chosen`, the runs of one group and model, and on
+    the most samples that any such run had. Each trained for FULL_EPOCHS, or for one epoch, which
+    stands for them all.
 
     Columns beside those of `runs`: times, by which the time after the start is multiplied
     (FULL_EPOCHS for a run of one epoch, else 1), and minutes.
     """
-    of_baseline = chosen["spec.variant"] == BASELINE
-    is_alike = (
-        runs["spec.hardware"].isin(chosen["spec.hardware"])
-        & runs["model.params_total"].isin(chosen.loc[of_baseline, "model.params_total"])
-    )  # fmt: skip
-    is_whole = (
-        runs["status"].eq("ok")
-        & runs[evidence.EPOCHS].isin([1, evidence.FULL_EPOCHS])
-        & runs["spec.search"].eq("")
-        & runs["time.resumed_from_step"].isna()
-        & ~evidence.found_compiled(runs)
-    )
-    whole = runs[is_alike & is_whole]
+    trains_all = chosen["spec.variant"].isin([BASELINE, RECOMMENDED])
+    is_alike = runs["model.params_total"].isin(chosen.loc[trains_all, "model.params_total"])
+    whole = runs[is_alike & _is_whole(runs, chosen)]
     columns = {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"}
     seconds = evidence.numbers(whole, columns)
     one_run = seconds["process"].fillna(seconds["run"])
@@ -207,72 +287,68 @@ def _whole_trainings(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
     return evidence.largest_micro_batch(whole[most_samples])
 
 
-def _rivals(minutes: pd.Series) -> str:
-    """Return the minutes of the rivals as '12.0 as it comes, 5.8 with torch.compile, and ...'.
-
-    The rivals are the Trainer as it comes, the Trainer with its compiler, and plain PyTorch at its
-    best, those of them that `minutes`, indexed by variant, has. The text is empty where it has no
-    Trainer.
-    """
-    as_it_comes = tagged("default")
-    with_compiler = [
-        name for name in tagged("trainer") if VARIANTS[name].settings.compile != "none"
-    ]
-    if not minutes.index.isin([*as_it_comes, *with_compiler]).any():
-        return ""
-    parts = []
-    least = minutes.reindex(as_it_comes).min()
-    if pd.notna(least):
-        parts.append(f"{least:.1f} as it comes")
-    least = minutes.reindex(with_compiler).min()
-    if pd.notna(least):
-        parts.append(f"{least:.1f} with torch.compile")
-    least = minutes.reindex(tagged("plain")).min()
-    if pd.notna(least):
-        parts.append(f"plain PyTorch {least:.1f} at its best")
-    if len(parts) < 2:
-        return "".join(parts)
-    return f"{', '.join(parts[:-1])}, and {parts[-1]}"
+def _is_whole(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
+    """Return which runs trained whole, with nothing compiled before, on the hardware of
+    `chosen`."""
+    return (
+        runs["status"].eq("ok")
+        & runs["spec.hardware"].isin(chosen["spec.hardware"])
+        & runs[evidence.EPOCHS].isin([1, evidence.FULL_EPOCHS])
+        & runs["spec.search"].eq("")
+        & runs["time.resumed_from_step"].isna()
+        & ~evidence.found_compiled(runs)
+    )
 
 
 # Quality, and what is open.
 
 
-def _kept(runs: pd.DataFrame, group: str) -> str:
-    """Return whether the recommended variant keeps the baseline's F1, in a sentence or two.
+def _kept(runs: pd.DataFrame, group: str) -> tuple[str, list[str]]:
+    """Return whether the recommended variant keeps the baseline's F1 in a sentence, and where that
+    comes from, of which there is nothing where it was not measured.
 
     Raises NotMeasured where no variant can be compared.
     """
-    judged = evidence.usual_conditions(evidence.judging_runs(runs, group))
-    tested = equivalence(judged)
+    judging = judged(runs, group)
+    tested = equivalence(judging)
     if RECOMMENDED not in tested.index:
-        return f"The F1 of {RECOMMENDED} has not been measured."
+        return f"The F1 of {spoken.variant(RECOMMENDED)} has not been measured.", []
     compared = tested.loc[RECOMMENDED]
+    baseline = spoken.variant(BASELINE)
     if compared["verdict"] == "within":
-        finding = f"stays within {MARGIN:g} point of {BASELINE}'s"
+        finding = f"stays within {MARGIN:g} point of that of {baseline}"
     elif compared["verdict"] == "no worse":
-        finding = f"does not fall {MARGIN:g} point below {BASELINE}'s"
+        finding = f"does not fall {MARGIN:g} point below that of {baseline}"
     else:
-        finding = f"is not shown to stay within {MARGIN:g} point of {BASELINE}'s"
+        finding = f"is not shown to stay within {MARGIN:g} point of that of {baseline}"
+    run = judging[judging["spec.variant"] == RECOMMENDED].iloc[0]
+    on_which = "on the same model"
+    if run["model.name"] != shown_model(runs, group):
+        on_which = (
+            f"on a smaller model ({spoken.model(run['model.name'])}, "
+            f"{run['model.params_total'] / 1e6:.0f} M parameters)"
+        )
     at_best = gain(compared["best_delta"], compared["best_delta±"])
     at_zero = gain(compared["delta"], compared["delta±"])
-    run = judged[judged["spec.variant"] == RECOMMENDED].iloc[0]
-    return (
-        f"F1 {finding}: it changes by {at_best} at the best threshold for "
-        f'"no answer", and by {at_zero} at threshold 0. That is of a smaller model '
-        f"({run['model.params_total'] / 1e6:.0f} M parameters, {compared['n']} seeds, {LEVEL} % "
-        "intervals)."
+    source = (
+        f'*F1:* its change at the best threshold for "no answer"; at threshold 0 it is {at_zero}. '
+        f"Both are means over {compared['n']} seeds with {LEVEL} % intervals, "
+        f"group {run['group']}."
     )
+    return f"F1 {finding}: **{at_best}**, measured {on_which}.", [source]
 
 
-def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame) -> str:
-    """Return what no record shows: the F1 of the model of `chosen`, and other cards."""
+def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame, model: str) -> str:
+    """Return what no record shows: the F1 of the model that is shown, and other cards.
+
+    `chosen` are the runs of the group that is shown.
+    """
     gpus = sorted(set(runs["env.gpu"].dropna()))
     scored_sizes = runs.loc[runs["quality.f1"].notna(), "model.params_total"]
-    sentence = "**Not shown:**"
-    if not scored_sizes.isin(chosen["model.params_total"]).any():
-        sentence += " the F1 of BERT-base itself; and"
-    sentence += f" anything on any card but the {' and '.join(gpus)}"
-    if "Tesla T4" in gpus:
-        return f"{sentence}."
-    return f"{sentence}: no T4 has run anything."
+    sizes = chosen.loc[chosen["model.name"] == model, "model.params_total"]
+    missing = []
+    if not scored_sizes.isin(sizes).any():
+        missing.append(f"the F1 of {spoken.model(model)} itself")
+    missing.append(f"anything on another card than the {' and '.join(map(spoken.card, gpus))}")
+    sentence = f"**Not shown:** {', and '.join(missing)}"
+    return f"{sentence}." if "Tesla T4" in gpus else f"{sentence}; no T4 has run anything."

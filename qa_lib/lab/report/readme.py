@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, facts, scaling
+from qa_lib.lab.report import evidence, facts, scaling, spoken
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
-from qa_lib.lab.report.format import MISSING, factor, number
-from qa_lib.lab.report.headline import headline
-from qa_lib.lab.report.tables import markdown
+from qa_lib.lab.report.format import MISSING, factor, number, percent
+from qa_lib.lab.report.headline import folded, headline, judged
+from qa_lib.lab.report.stats import LEVEL, by_seed, interval
+from qa_lib.lab.report.tables import compact, markdown
 from qa_lib.lab.report.techniques import TECHNIQUES, source_of
 from qa_lib.lab.report.variants_table import caption, headline_table, lead, source
 from qa_lib.spec.resolve import resolve
@@ -113,7 +114,11 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
     Imports torch, as the code does.
     """
-    lines = timed(evidence.select(runs, group)).set_index("variant")
+    chosen = evidence.select(runs, group)
+    lines = timed(chosen).set_index("variant")
+    at_size = evidence.usual_conditions(chosen)
+    at_size = at_size[at_size["micro_batch"].isin(lines["micro_batch"])]
+    speed_by_seed = by_seed(at_size, "speed.samples_per_s")
     speed = lines["samples_per_s"].dropna()
     table = []
     for technique in TECHNIQUES:
@@ -121,23 +126,50 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
         if gain is None or not {gain.adds, gain.over} <= set(speed.index):
             continue
         path = source_of(technique.code()[0]).path
+        ratio = speed[gain.adds] / speed[gain.over]
+        half = interval(speed_by_seed[gain.adds] / speed_by_seed[gain.over])
+        kernel_ms = lines["kernel_ms"]
+        busy = lines["busy"].map(percent, na_action="ignore")
         table.append({
-            "gain": factor(speed[gain.adds] / speed[gain.over]),
-            "what it is": f"**[{gain.adds}]({path})**: {VARIANTS[gain.adds].why}",
-            "over": f"{gain.over}: {gain.than}",
+            "what it is": f"[{VARIANTS[gain.adds].why.removesuffix('.')}]({path}) ({gain.adds})",
+            "over": f"{gain.than} ({gain.over})",
+            "gain": factor(ratio),
+            "interval": f"{number(ratio - half)}–{number(ratio + half)}",
+            "by kernels": factor(kernel_ms[gain.over] / kernel_ms[gain.adds]),
+            "GPU busy before": busy[gain.over],
+            "after": busy[gain.adds],
         })  # fmt: skip
-    return markdown(pd.DataFrame(table))
+    explanation = (
+        f"Intervals are of {LEVEL} %, over equal seeds. Where the GPU was not busy before, it "
+        "waited for the host, and a part of the gain is the host's: a quicker one leaves less."
+    )
+    return f"{markdown(compact(pd.DataFrame(table)))}\n\n{explanation}"
 
 
 def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Return the headline variants as a table, and where its numbers come from."""
+    """Return the headline variants as a table, and, folded, where its numbers come from.
+
+    The ladder of all rungs is folded below, if it was drawn.
+    """
     chosen = evidence.select(runs, group)
-    judged = evidence.usual_conditions(evidence.judging_runs(runs, group))
-    sentences = [caption(chosen, judged)]
+    scored = judged(runs, group)
+    table = headline_table(chosen, scored)
+    table.insert(0, "training", table.pop("variant").map(_spoken_first))
+    sentences = [caption(chosen, scored)]
     # The table is shown without the Trainer, too.
     with contextlib.suppress(evidence.NotMeasured):
         sentences.append(lead(runs, group))
-    return f"{markdown(headline_table(chosen, judged))}\n\n{' '.join(sentences)}"
+    parts = [markdown(table), folded("Where these numbers come from", " ".join(sentences))]
+    ladder = picture_link(figures / group / "ladder.png")
+    if ladder:
+        parts.append(folded("All steps of the ladder, as a picture", ladder))
+    return "\n\n".join(parts)
+
+
+def _spoken_first(variant: str) -> str:
+    """Return a variant as the first cell of its row."""
+    words = spoken.VARIANTS.get(variant)
+    return f"**{words}** ({variant})" if words else f"**{variant}**"
 
 
 def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -176,6 +208,11 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return _above(text, figures / chosen["group"].iloc[0] / "ladder.png")
 
 
+def step(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return the picture of where a step's milliseconds go."""
+    return picture_link(figures / group / "step.png") or NOTHING
+
+
 def _above(text: str, picture: Path) -> str:
     """Return a paragraph with a picture below it, if that was drawn."""
     link = picture_link(picture)
@@ -183,13 +220,22 @@ def _above(text: str, picture: Path) -> str:
 
 
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Return what `recommended` takes on cards that people have."""
-    gpu = evidence.select(runs, group)["env.gpu"].iloc[0]
-    explanation = (
-        "`recommended` takes the first of [a list](qa_lib/spec/tasks.py), quickest on the "
-        f"{gpu} first, for which the card has kernels and memory. Elsewhere the order is a guess."
+    """Return what `recommended` takes on cards that people have, and on which that was measured."""
+    gpu = spoken.card(evidence.select(runs, group)["env.gpu"].iloc[0])
+    measured = {spoken.card(name) for name in runs["env.gpu"].dropna()}
+    table = cards_table()
+    table["variant"] = table["variant"].map(spoken.variant)
+    table = table.rename(
+        columns={"variant": "training", "micro-batch": "samples in a forward pass"}
     )
-    return f"{markdown(cards_table())}\n\n{explanation}"
+    table["this choice is"] = [
+        "measured" if card in measured else "predicted" for card in table["card"]
+    ]
+    explanation = (
+        f"`recommended` takes the first of [a list](qa_lib/spec/tasks.py), quickest on the {gpu} "
+        "first, for which the card has kernels and memory."
+    )
+    return f"{markdown(table)}\n\n{explanation}"
 
 
 def cards_table() -> pd.DataFrame:
@@ -266,6 +312,7 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "variants": variants,
     "several": several,
     "language": language,
+    "step": step,
     "cards": cards,
     "groups": groups,
 }

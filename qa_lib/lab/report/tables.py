@@ -43,6 +43,8 @@ LEFT = frozenset({
     "text",
     "their claim",
     "their experiment",
+    "this choice is",
+    "training",
     "variant",
     "what it changes",
     "what it is",

@@ -133,4 +133,4 @@ def lead(runs: pd.DataFrame, group: str) -> str:
     if len(leads) < 2:
         raise evidence.NotMeasured(f"{rival} has a speed at one micro-batch alone")
     by_size = ", ".join(f"{factor(ratio)} at {size}" for size, ratio in leads.items())
-    return f"{name} leads {rival} by {by_size} samples a pass."
+    return f"{name} leads {rival} by {by_size} samples in a forward pass."
