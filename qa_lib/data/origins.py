@@ -24,7 +24,7 @@ SYNTHETIC_LIMIT = 10_000_000  # questions that may be asked of the generator
 class Origin(NamedTuple):
     """A place that data comes from. Nothing is read before one of the two functions is called."""
 
-    digest: Callable[[], str]  # the hash (hex) of the content; raises DataError
+    hash_content: Callable[[], str]  # the hash (hex) of the content; raises DataError
     load: Callable  # the content: a document in SQuAD's layout, or a table of datasets; likewise
 
 
@@ -63,11 +63,11 @@ def generated(name: str, split: str, mark: str = "") -> Origin:
     document = partial(synthetic_squad, int(count), SYNTHETIC_SEEDS[split])
 
     @cache
-    def digest() -> str:
+    def hash_content() -> str:
         content = mark + json.dumps(document(), sort_keys=True)
         return hashlib.sha256(content.encode()).hexdigest()
 
-    return Origin(digest, document)
+    return Origin(hash_content, document)
 
 
 def saved_table(folder: Path, split: str, wanted: str) -> Origin:
@@ -97,7 +97,7 @@ def saved_table(folder: Path, split: str, wanted: str) -> Origin:
             ) from None
         return table
 
-    def digest() -> str:
+    def hash_content() -> str:
         files = [Path(file["filename"]) for file in load().cache_files]
         for file in files:
             if file.parent != part:
@@ -106,7 +106,7 @@ def saved_table(folder: Path, split: str, wanted: str) -> Origin:
                 )
         return hash_files(files)
 
-    return Origin(digest, load)
+    return Origin(hash_content, load)
 
 
 def hub_table(name: str, split: str, files: str) -> Origin:
@@ -133,8 +133,8 @@ def hub_table(name: str, split: str, files: str) -> Origin:
                 f"a folder with {files}"
             ) from None
 
-    def digest() -> str:
+    def hash_content() -> str:
         content = f"{name} {split} {load()._fingerprint}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    return Origin(digest, load)
+    return Origin(hash_content, load)
