@@ -8,22 +8,22 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab.search import max_batch, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
     MemoryNeeds,
     estimate,
-    gpu_of,
-    predicted,
+    predicted_peaks,
     tokens_of_micro_batch,
-    unpredicted,
+    why_unpredicted,
 )
 from qa_lib.lab.search.squad_lengths import SquadLengths
 from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.model.build import build_model
 from qa_lib.records import record
-from qa_lib.spec.machine import CONTEXT_GIB, Machine
+from qa_lib.spec.machine import CONTEXT_GIB, Machine, gpu_of
 from tests.conftest import slow
 from tests.material import committed, refused
 from tests.pairs import unchecked
@@ -86,7 +86,7 @@ def test_the_verb_says_what_is_not_predicted(printed):
 )
 def test_no_memory_is_predicted_of_a_searched_rival_and_of_rounded_weights(variant, who):
     why = f"what {who} keeps for its backward pass is not predicted"
-    assert unpredicted(planned(variant, model="tiny", machine=gpu_of(HOPPER))) == why
+    assert why_unpredicted(planned(variant, model="tiny", machine=gpu_of(HOPPER))) == why
 
 
 def test_a_run_on_a_cpu_is_refused(bert_base):
@@ -490,6 +490,20 @@ def test_needs_of_a_card_are_in_gib_with_the_context_of_a_process():
     assert MemoryNeeds().gib(unknown) == 0.0
 
 
+def test_needs_are_read_once_for_each_data_set(monkeypatch):
+    read = []
+
+    def load(spec):
+        read.append(spec.data_source)
+        return load_data(spec)
+
+    monkeypatch.setattr(memory_estimate, "load_data", load)
+    needs = MemoryNeeds()
+    for data in ("synthetic:40", "synthetic:60", "synthetic:40"):
+        needs.gib(planned("E-packed", "bench", data=data, model="tiny", machine=gpu_of(HOPPER)))
+    assert read == ["synthetic:40", "synthetic:60"]
+
+
 @pytest.mark.parametrize(("factor", "is_same"), [(1.0, True), (1.015, True), (1.03, False)])
 def test_a_record_is_of_the_same_state_within_two_hundredths(factor, is_same):
     estimated = {"params_mib": 100.0, "optimizer_mib": 200.0}
@@ -516,14 +530,14 @@ def tries():
 
 
 def test_runs_are_predicted_from_their_records(tries):
-    peaks = predicted(tries)
+    peaks = predicted_peaks(tries)
     assert peaks[tries["status"] != "skipped"].notna().all()
     assert largest_fault(peaks, tries) < 0.1
 
 
 def test_runs_of_another_model_are_not_predicted(tries):
     done = tries[tries["status"] == "ok"]
-    assert predicted(done, model="tiny").isna().all()
+    assert predicted_peaks(done, model="tiny").isna().all()
 
 
 # Group -> variants that are not predicted, since their optimizer had another state then.
@@ -550,7 +564,7 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group, older):
     is_fp8 = runs["spec.settings.feed_forward"] == "fp8"
     runs = runs[~is_fp8 | (runs["time.started"] > "2026-11-26T02")]
     assert len(runs) > 15
-    peaks = predicted(runs)
+    peaks = predicted_peaks(runs)
     is_plain = runs["spec.settings.engine"].isin(["plain", "searched"])
     is_rounded = runs["spec.variant"].isin(["A1-int8", "A1-int4"])
     missing = runs["spec.variant"][peaks.isna() & ~is_plain & ~is_rounded]
