@@ -141,8 +141,8 @@ def test_a_group_without_records_is_refused_with_those_that_have_some(tmp_path):
 
 def test_a_group_without_records_may_be_asked_for_as_none(tmp_path):
     make(tmp_path, "A1")
-    assert evidence.select_or_none(load_runs(tmp_path), "other").empty
-    assert len(evidence.select_or_none(load_runs(tmp_path), GROUP)) == 1
+    assert evidence.select_or_empty(load_runs(tmp_path), "other").empty
+    assert len(evidence.select_or_empty(load_runs(tmp_path), GROUP)) == 1
 
 
 def test_groups_by_age_end_with_the_newest_and_leave_searches_out():
@@ -263,9 +263,9 @@ def test_a_variant_of_another_day_has_no_timed_run_of_the_baselines_code():
         ("A4", "b", math.nan),
     ]
     runs = pd.DataFrame(rows, columns=columns).assign(**{"task.name": "qa"})
-    assert evidence.timed_on_other_days(runs) == ["A3"]
+    assert evidence.timed_with_other_code(runs) == ["A3"]
     without_baseline = runs[runs["spec.variant"] != "A1"]
-    assert evidence.timed_on_other_days(without_baseline) == []
+    assert evidence.timed_with_other_code(without_baseline) == []
 
 
 def test_versions_of_the_code_are_named_once_and_with_their_changes():
