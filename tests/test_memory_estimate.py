@@ -403,11 +403,11 @@ def test_an_optimizers_state_has_the_bytes_of_its_moments_and_masters(settings, 
 
 def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_at_a_time():
     step = step_of(**AUTOCAST)
-    plain = (step.weights(), step.temporary(), step.casts())
+    plain = (step.weights(), step.temporaries(), step.casts())
     layers = step.model.transformer.h
-    step.in_nf4 = {weight for weight in layers.parameters() if weight.ndim == 2}
+    step.nf4_parameters = {weight for weight in layers.parameters() if weight.ndim == 2}
     assert plain[0] - step.weights() == (4 - 0.5 - 4 / 64) * MATRICES
-    assert step.temporary() - plain[1] == 2 * 256 * 64
+    assert step.temporaries() - plain[1] == 2 * 256 * 64
     assert plain[2] - step.casts() == 2 * MATRICES
 
 
@@ -416,7 +416,7 @@ def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_a
     [(AUTOCAST, TOKENS * 128), (AUTOCAST | {"attention": "sdpa"}, 0)],
 )
 def test_scores_are_written_by_eager_attention_alone(settings, scores):
-    assert step_of(**settings).scores() == scores
+    assert step_of(**settings).score_elements() == scores
 
 
 @pytest.mark.parametrize(
