@@ -20,7 +20,7 @@ def checked(function: Callable) -> Callable:
 
     The wrapped function raises UnknownName for an argument by a name that it does not have, with
     the nearest that it has, and SpecError for a missing argument and for one too many. A function
-    with `**more` has to check the names in it itself.
+    that takes arguments by any name (**) has to check these names itself.
     """
     signature = inspect.signature(function)
     names = argument_names(function)
@@ -42,7 +42,7 @@ def checked(function: Callable) -> Callable:
 
 
 def argument_names(function: Callable) -> list[str]:
-    """Return the names that a caller can give arguments by; `*values` and `**more` are none."""
+    """Return the names that a caller can give arguments by, which those of * and ** are not."""
     parameters = inspect.signature(function).parameters.values()
     nameable = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return [parameter.name for parameter in parameters if parameter.kind in nameable]
