@@ -148,8 +148,8 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
 
     What a CUDA graph launches has no operator, and its part is a guess by its name. A graph that is
     launched outside of all phases, as that of a whole step is (train/cuda_graph.py), has the phase
-    "" for all its work. `label_like` replaces both. Graphs of torch.compile are launched within a
-    phase, and have that.
+    "" for all its work. `label_like` replaces both. Graphs of torch.compile are launched within the
+    phases of train/loop.py, and have these.
     """
     steps = _spans(events, STEPS_OF_THE_PROFILER)
     # The Trainer's loop has no ranges of ours, but PyTorch names its own.
