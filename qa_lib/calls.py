@@ -11,18 +11,19 @@ from collections.abc import Callable, Collection, Iterable
 
 from qa_lib.errors import SpecError, UnknownName, nearest
 
-LONGEST_SHOWN = 60  # characters of a simple value that a message shows
-LONGEST_CONTAINER = 40  # characters of a list or the like that a message shows
+LONGEST_SHOWN = 60  # characters of a text or a number that a message shows
+LONGEST_CONTAINER = 40  # characters of a list, tuple, dict or set that a message shows whole
 
 
 def checked(function: Callable) -> Callable:
     """Wrap a function so that it refuses wrong arguments in one line.
 
-    It raises UnknownName for an argument of a name that it does not have, and suggests the nearest;
-    and SpecError for an argument that lacks or is too many.
+    The wrapped function raises UnknownName for an argument by a name that it does not have, with
+    the nearest that it has, and SpecError for a missing argument and for one too many. A function
+    that takes arguments by any name (**) has to check these names itself.
     """
     signature = inspect.signature(function)
-    names = list(signature.parameters)
+    names = argument_names(function)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     takes_any_name = inspect.Parameter.VAR_KEYWORD in kinds
 
@@ -40,20 +41,27 @@ def checked(function: Callable) -> Callable:
     return call
 
 
-def check_names(function: str, given: Iterable[str], known: Collection[str]) -> None:
+def argument_names(function: Callable) -> list[str]:
+    """Return the names that a caller can give arguments by, which those of * and ** are not."""
+    parameters = inspect.signature(function).parameters.values()
+    nameable = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return [parameter.name for parameter in parameters if parameter.kind in nameable]
+
+
+def check_names(function_name: str, given: Iterable[str], known: Collection[str]) -> None:
     """Check that all given names are among the known arguments of a function.
 
     Raises UnknownName for the first that is not.
     """
     for name in given:
         if name not in known:
-            raise UnknownName(nearest(f"argument of {function}", name, known))
+            raise UnknownName(nearest(f"argument of {function_name}", name, known))
 
 
 def expect(name: str, value: object, kind: type | tuple[type, ...], wanted: str) -> None:
     """Check that an argument is of a type, or of one of several.
 
-    Raises SpecError, which says what is `wanted`: "give a text".
+    Raises SpecError, whose message ends with `wanted`, what to do instead: "give a text".
     """
     if not isinstance(value, kind):
         raise SpecError(f"{name} is {shown(value)}: {wanted}")
@@ -72,7 +80,11 @@ def expect_folder(name: str, value: object) -> None:
 
 
 def shown(value: object) -> str:
-    """Return a value in words for a message: its type, and itself where it is short."""
+    """Return a value in one short line for a message.
+
+    None, a text, bytes or a number is written as Python writes it, cut at LONGEST_SHOWN. A short
+    container has its type in front, and of anything else the type is all that is shown.
+    """
     text = " ".join(repr(value).split())
     if value is None or isinstance(value, str | bytes | int | float):
         return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}…"

@@ -1,7 +1,7 @@
 """Folders whose content this process runs: they must be this user's, and nobody else's to write to.
 
-What compilers keep is loaded without a further look, so that whoever can put a file there, or can
-put another folder in its place, can run code as this user. root can do so anyway.
+What compilers keep on the disk is loaded and run as it is. Whoever can put a file there, or another
+folder in its place, can so run code as this user. root can do that anyway, and is trusted.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from pathlib import Path
 from qa_lib.errors import UserError
 
 OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
-# What a command line that nobody quotes takes apart.
+# Characters that a command line takes apart or drops where a path has them and nobody quotes it.
 BREAKS_A_COMMAND = re.compile(r"[\s'\"\\]")
 
 
@@ -34,7 +34,7 @@ def check_private(folder: Path) -> None:
     """
     check_way(folder)
     status = folder.lstat()
-    if not stat.S_ISDIR(status.st_mode):
+    if not stat.S_ISDIR(status.st_mode):  # a link to a folder is none either
         raise UserError(f"{folder} is no folder: remove it: rm {shlex.quote(str(folder))}")
     offending = next(_offending(folder), None) if is_ours(status) else folder
     if offending is not None:
@@ -50,9 +50,10 @@ def is_ours(status: os.stat_result) -> bool:
 
 
 def _offending(folder: Path) -> Iterator[str]:
-    """Yield the paths in a folder, at any depth, that others may have a hand in.
+    """Yield the paths in a folder, at any depth, whose content others may decide.
 
-    They belong to others, are for others to write, or are links that lead out of the folder.
+    They belong to others, are for others to write, or are links that lead out of the folder. What
+    an offending folder holds is not looked at.
     """
     inside = os.path.realpath(folder) + os.sep
     unread_folders = [os.fspath(folder)]
@@ -74,10 +75,11 @@ def _offending(folder: Path) -> Iterator[str]:
 
 
 def check_way(folder: Path) -> None:
-    """Check that only this user and root can put another folder in the place of one on the way.
+    """Check the way to a folder: all folders above it, from the root down.
 
-    The folder is an absolute path. What is not there yet is passed over. Raises UserError, which
-    names the offending path.
+    Only this user and root may be able to put another folder in the place of one of them, or of
+    this one. The folder is an absolute path. Folders that are not there yet are passed over. Raises
+    UserError, which names the offending path.
     """
     for place in reversed(folder.parents):
         if not place.exists():
@@ -86,11 +88,15 @@ def check_way(folder: Path) -> None:
 
 
 def _check_place(place: Path, folder: Path) -> None:
-    """Check one place on the way to a folder; of a link, also the way that it leads."""
+    """Check one `place` on the way to a folder; of a link, also what it leads to and the way there.
+
+    Raises UserError, which names the place and the folder.
+    """
     status = place.lstat()
     is_link = stat.S_ISLNK(status.st_mode)
-    # The mode of a link says nothing. In a sticky folder each removes what is their own alone.
+    # In a sticky folder, such as /tmp, nobody can remove or rename what belongs to somebody else.
     is_sticky = bool(status.st_mode & stat.S_ISVTX)
+    # The mode of a link says nothing: who may replace it is decided by the folder that it is in.
     is_open = not is_link and not is_sticky and _others_can_write(status, place)
     if status.st_uid not in (0, os.getuid()) or is_open:
         raise UserError(
@@ -104,9 +110,9 @@ def _check_place(place: Path, folder: Path) -> None:
 
 
 def _others_can_write(status: os.stat_result, place: Path) -> bool:
-    """Tell whether others may write to a folder.
+    """Tell whether others may write to a folder, of which `status` is the status.
 
-    The group that many systems give to each user alone is nobody else.
+    A group that only this user is in does not count as others: many systems give each user one.
     """
     if status.st_mode & stat.S_IWOTH:
         return True
@@ -118,7 +124,8 @@ def _others_can_write(status: os.stat_result, place: Path) -> bool:
 def _is_private_group(group_id: int, place: Path) -> bool:
     """Tell whether a group is this user's alone: it has their name, and no further member.
 
-    It is not where the place has an access list: the group's bits then speak of others as well.
+    The answer is no where the `place` has an access list: the group's bits of its mode then stand
+    for all who are on the list. It is no as well where nothing can be found out.
     """
     try:
         group = grp.getgrgid(group_id)
@@ -135,10 +142,10 @@ def _is_private_group(group_id: int, place: Path) -> bool:
 
 
 def plain_path(path: str) -> str:
-    """Return a path to the same file or folder that an unquoted command line can have.
+    """Return a path to the same file or folder that may stand in a command line without quotes.
 
-    It is the path itself, or a link to it below a temporary folder. Raises UserError where there is
-    no such folder, or others can write to it.
+    It is the path itself, or a link to it below a temporary folder, which is made. Raises UserError
+    where no temporary folder can have such links, or where others can write to the links' folder.
     """
     if not BREAKS_A_COMMAND.search(path):
         return path
@@ -153,10 +160,10 @@ def plain_path(path: str) -> str:
 def _folder_of_links(path: str) -> Path:
     """Return this user's folder of links below a temporary folder, after making it.
 
-    Raises UserError where there is no room for it, which names the `path` that needs a link, and
-    where others can write to it.
+    Raises UserError where no temporary folder can have it, which names the `path` that needs a
+    link, and where others can write to it.
     """
-    places = list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))
+    places = list(dict.fromkeys([tempfile.gettempdir(), "/tmp", "/var/tmp"]))  # each once
     usable = [place for place in places if _takes_links(place)]
     if not usable:
         raise UserError(
@@ -173,5 +180,5 @@ def _folder_of_links(path: str) -> Path:
 
 
 def _takes_links(place: str) -> bool:
-    """Tell whether this user can write to a folder, and a command line can have its path."""
+    """Tell whether this user can make links in a folder, and its path needs none itself."""
     return not BREAKS_A_COMMAND.search(place) and os.access(place, os.W_OK | os.X_OK)

@@ -26,6 +26,7 @@ WORDS = {"variants": ["A1"], "preset": "smoke", "machine": CPU}
         ({"epoch": 2}, "unknown argument of plan 'epoch'; did you mean 'epochs'"),
         ({"learning_rat": 1e-3}, "did you mean 'learning_rate'"),
         ({"stage": 2}, "did you mean 'stages'"),
+        ({"own": {"epochs": 2}}, "unknown argument of plan 'own'"),
         ({"seeds": 0}, r"seeds is 0, and not a list of at least one: write seeds=\[0\]"),
         ({"variants": "A1"}, r"variants is 'A1', and not a list .* write variants=\['A1'\]"),
         ({"variants": ""}, r"variants is '', and not a list of at least one$"),
@@ -124,6 +125,15 @@ def test_a_function_that_takes_any_name_is_only_bound():
 
     assert any_name(1, second=2) == (1, {"second": 2})
     refused("any_name: missing a required argument: 'first'", any_name, second=2)
+
+
+def test_the_name_of_what_takes_any_number_of_values_is_no_name_of_an_argument():
+    @checked
+    def many(*values, last=0):
+        return values, last
+
+    assert many(1, 2, last=3) == ((1, 2), 3)
+    refused(r"unknown argument of many 'values'", many, values=[1, 2])
 
 
 def test_a_value_is_shown_in_one_short_line():

@@ -28,6 +28,7 @@ from qa_lib.lab.search.plan import plan
 from qa_lib.lab.tools import variants
 from qa_lib.packages import how_to_get_module
 from qa_lib.records.record import new_record
+from qa_lib.run.identity import go_offline_without_network
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import PRESETS
 from tests.conftest import slow
@@ -401,6 +402,11 @@ def test_without_the_hub_a_data_set_of_it_is_one_line_and_no_retries(no_hub, typ
 def test_the_hub_is_not_asked_for_what_is_here(no_hub):
     plan(["A1"], "smoke", machine=Machine())
     assert not no_hub
+
+
+def test_the_hub_is_asked_for_a_model_whose_name_begins_as_the_generated_one(no_hub):
+    go_offline_without_network("synthetic:40", "tiny-models/bert")
+    assert len(no_hub) == 1
 
 
 def test_the_hub_is_not_asked_before_the_arithmetic(no_hub):

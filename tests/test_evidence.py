@@ -153,8 +153,8 @@ def test_a_group_without_records_is_refused_with_those_that_have_some(tmp_path):
 
 def test_a_group_without_records_may_be_asked_for_as_none(tmp_path):
     make(tmp_path, "A1")
-    assert evidence.select_or_none(load_runs(tmp_path), "other").empty
-    assert len(evidence.select_or_none(load_runs(tmp_path), GROUP)) == 1
+    assert evidence.select_or_empty(load_runs(tmp_path), "other").empty
+    assert len(evidence.select_or_empty(load_runs(tmp_path), GROUP)) == 1
 
 
 def test_groups_by_age_end_with_the_newest_and_leave_searches_out():
@@ -298,9 +298,9 @@ def test_a_variant_of_another_day_has_no_timed_run_of_the_baselines_code():
         ("A4", "b", math.nan),
     ]
     runs = pd.DataFrame(rows, columns=columns).assign(**{"task.name": "qa"})
-    assert evidence.timed_on_other_days(runs) == ["A3"]
+    assert evidence.timed_with_other_code(runs) == ["A3"]
     without_baseline = runs[runs["spec.variant"] != "A1"]
-    assert evidence.timed_on_other_days(without_baseline) == []
+    assert evidence.timed_with_other_code(without_baseline) == []
 
 
 def test_versions_of_the_code_are_named_once_and_with_their_changes():
@@ -594,13 +594,19 @@ def test_a_terminals_table_is_aligned_and_cut():
         (format.number, [99.95], "100"),
         (format.number, [12345.6], "12,346"),
         (format.number, [12.34, 0.5], "12.3 ± 0.5"),
+        (format.number, [0.0123], "0.01"),
+        (format.number, [-1234.5, 20.4], "-1,234 ± 20"),
         (format.number, [math.nan], "–"),
         (format.factor, [1.52], "×1.52"),
+        (format.factor, [1.412, 0.09], "×1.41 ± 0.09"),
         (format.factor, [math.nan], "–"),
         (format.count, [750], "750"),
         (format.count, [75_300], "75.3 k"),
         (format.count, [999_499], "999 k"),
         (format.count, [109_482_240], "109 M"),
+        (format.count, [999_499_999], "999 M"),
+        (format.count, [999_500_000], "1 B"),
+        (format.count, [1_557_611_200], "1.56 B"),
         (format.count, [math.nan], "–"),
         (format.percent, [0.123], "12.3 %"),
         (format.percent, [0.5, 0.01], "50.0 ± 1.0 %"),

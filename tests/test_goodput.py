@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from qa_lib.measure.trace import busy_and_exposed
+from qa_lib.measure.communication import busy_and_exposed
 from qa_lib.records.schema import Noise
 from qa_lib.spec.settings import Settings
 from qa_lib.train import grad_noise
@@ -223,7 +223,7 @@ def note_overlap(ranks, monkeypatch):
         step()
         return {"busy_ms": 1.0, "exposed_ms": 0.5}
 
-    monkeypatch.setattr("qa_lib.measure.trace.overlap", overlap)
+    monkeypatch.setattr("qa_lib.measure.communication.overlap", overlap)
     return lambda: ranks.stats.note_overlap(step)
 
 

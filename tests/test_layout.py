@@ -50,6 +50,7 @@ WITHOUT_TORCH = [
     "versions",
     "spec",
     "records",
+    "measure.communication",
     "measure.trace",
     "run.identity",
     "run.plan",

@@ -91,13 +91,13 @@ def test_a_text_becomes_one_array_that_gives_it_back(folder, tokenizer):
     first, second = np.flatnonzero(text.tokens == tokenizer.eos_token_id)
     assert first == 0, "before each document"
     documents = [tokenizer.decode(part[1:]) for part in np.split(text.tokens, [second])]
-    assert "\f\n".join(documents) == "".join(source.rows())
+    assert "\f\n".join(documents) == "".join(source.load_rows())
 
 
 def test_words_and_bytes_of_a_text_are_counted_with_its_line_ends(folder, tokenizer):
     source = open_text(folder, "train")
     text = tokenize_text(source, tokenizer)
-    whole = "".join(source.rows())
+    whole = "".join(source.load_rows())
     assert text.words == len(whole.split()) + whole.count("\n")
     assert text.bytes == len(whole.encode())
 
@@ -109,7 +109,7 @@ def test_arrays_are_made_once_by_content_and_memory_mapped(
     assert isinstance(first.tokens.base, np.memmap)
     assert first.tokens.dtype == np.uint16
     same = open_text(shutil.copy(folder / "validation.txt", tmp_path / "other.txt"), "train")
-    monkeypatch.setattr(same, "rows", lambda: pytest.fail("read again"))
+    monkeypatch.setattr(same, "load_rows", lambda: pytest.fail("read again"))
     assert tokenize_text(same, tokenizer).tokens.tolist() == first.tokens.tolist()
 
 
@@ -152,7 +152,7 @@ def test_how_many_lines_are_tokenized_at_a_time_changes_nothing(folder, tokenize
 def test_a_table_of_the_hub_without_a_column_of_text_is_refused(monkeypatch):
     table = Dataset.from_dict({"line": ["the river"]})
     monkeypatch.setattr("datasets.load_dataset", lambda *_, **__: table)
-    refused("someone/lines: no column text", list, open_text("someone/lines", "train").rows())
+    refused("someone/lines: no column text", list, open_text("someone/lines", "train").load_rows())
 
 
 def test_a_large_vocabulary_takes_wider_numbers(folder, tokenizer):
@@ -172,16 +172,16 @@ def test_the_hub_gives_the_same_lines_as_the_file(folder, monkeypatch):
     load = Mock(return_value=Dataset.from_dict({"text": rows}))
     monkeypatch.setattr("datasets.load_dataset", load)
     source = open_text(PRESETS["lm-full"].data, "validation")
-    assert list(source.rows()) == list(open_text(folder, "validation").rows())
+    assert list(source.load_rows()) == list(open_text(folder, "validation").load_rows())
     assert len(source.sha256) == 64
     load.assert_called_once_with("Salesforce/wikitext", "wikitext-103-raw-v1", split="validation")
 
 
 @pytest.mark.skipif(not WIKITEXT.is_dir(), reason="no ../shared/wikitext beside the repository")
 def test_wikitext_has_as_many_words_as_its_authors_count():
-    lines = list(open_text(WIKITEXT / "wiki.valid.tokens", "train").rows())
+    lines = list(open_text(WIKITEXT / "wiki.valid.tokens", "train").load_rows())
     assert sum(len(line.split()) + 1 for line in lines) == 217_646
-    assert list(open_text(WIKITEXT, "validation").rows()) == lines
+    assert list(open_text(WIKITEXT, "validation").load_rows()) == lines
 
 
 # Bad input: a clear error, or the right number.
@@ -239,9 +239,9 @@ def test_broken_text_is_named_by_its_line(folder, tmp_path):
 def test_a_compressed_file_that_is_cut_is_named_by_the_line_before(folder, tmp_path):
     path = tmp_path / "cut.txt.gz"
     path.write_bytes((folder / "train.txt.gz").read_bytes()[:-20])
-    refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").rows())
+    refused(r"cut.txt.gz: cannot be read after line", list, open_text(path, "train").load_rows())
     path.write_bytes(gzip.compress(b"")[:10] + b"\xff" * 20)  # its header, and what cannot be
-    refused(r"cut.txt.gz: cannot be read after line 0", list, open_text(path, "train").rows())
+    refused(r"cut.txt.gz: cannot be read after line 0", list, open_text(path, "train").load_rows())
 
 
 def test_what_is_no_text_is_refused(folder, tmp_path):
@@ -254,7 +254,7 @@ def test_what_is_no_text_is_refused(folder, tmp_path):
         "text",
         "json:all",
     ):  # would be read by datasets' own builders, out of the working directory
-        refused("a format's name, by which datasets reads", open_text(name, "train").digest)
+        refused("a format's name, by which datasets reads", open_text(name, "train").hash_content)
 
 
 def test_a_tokenizer_without_a_name_or_an_end_token_is_named_by_its_class(folder):

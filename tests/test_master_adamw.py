@@ -435,7 +435,7 @@ def test_a_call_has_at_most_16_tensors_and_those_of_odd_sizes_come_last():
     sizes = [3, 160, 16, 32, 5, *[48] * 14, 1]
     tensors = [torch.full((size,), float(number)) for number, size in enumerate(sizes)]
     others = [-tensor for tensor in tensors]
-    calls = list(module.calls(tensors, others))
+    calls = list(module.in_calls(tensors, others))
     assert [len(sizes_of_call) for _, sizes_of_call in calls] == [16, 4]
     in_order = [160, *[48] * 14, 32, 16, 5, 3, 1]
     assert [size for _, sizes_of_call in calls for size in sizes_of_call] == in_order

@@ -10,16 +10,16 @@ import pytest
 import torch
 from transformers import BertConfig
 
+from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.search import max_batch, memory, memory_estimate
 from qa_lib.lab.search.memory_estimate import (
     MemoryNeeds,
     estimate,
-    gpu_of,
-    predicted,
+    predicted_peaks,
     tokens_of_micro_batch,
-    unpredicted,
+    why_unpredicted,
 )
 from qa_lib.lab.search.squad_lengths import SquadLengths
 from qa_lib.lab.search.step_memory import LIBRARIES_MIB, StepMemory
@@ -27,7 +27,7 @@ from qa_lib.measure.hardware import restrict_sdpa
 from qa_lib.measure.meter import MIB
 from qa_lib.model.build import build_model
 from qa_lib.records import record
-from qa_lib.spec.machine import CONTEXT_GIB, Machine
+from qa_lib.spec.machine import CONTEXT_GIB, Machine, gpu_of
 from tests.conftest import slow
 from tests.material import committed, leave, refused
 from tests.pairs import unchecked
@@ -109,7 +109,7 @@ def test_a_phase_names_each_variant_that_has_its_peak_there_once(capsys):
 )
 def test_no_memory_is_predicted_of_a_searched_rival_and_of_rounded_weights(variant, who):
     why = f"what {who} keeps for its backward pass is not predicted"
-    assert unpredicted(planned(variant, model="tiny", machine=gpu_of(HOPPER))) == why
+    assert why_unpredicted(planned(variant, model="tiny", machine=gpu_of(HOPPER))) == why
 
 
 def test_a_run_on_a_cpu_is_refused(bert_base):
@@ -426,11 +426,11 @@ def test_an_optimizers_state_has_the_bytes_of_its_moments_and_masters(settings, 
 
 def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_at_a_time():
     step = step_of(**AUTOCAST)
-    plain = (step.weights(), step.temporary(), step.casts())
+    plain = (step.weights(), step.temporaries(), step.casts())
     layers = step.model.transformer.h
-    step.in_nf4 = {weight for weight in layers.parameters() if weight.ndim == 2}
+    step.nf4_parameters = {weight for weight in layers.parameters() if weight.ndim == 2}
     assert plain[0] - step.weights() == (4 - 0.5 - 4 / 64) * MATRICES
-    assert step.temporary() - plain[1] == 2 * 256 * 64
+    assert step.temporaries() - plain[1] == 2 * 256 * 64
     assert plain[2] - step.casts() == 2 * MATRICES
 
 
@@ -444,7 +444,7 @@ def test_it_is_the_frozen_matrices_of_the_layers_that_have_4_bits():
     [(AUTOCAST, TOKENS * 128), (AUTOCAST | {"attention": "sdpa"}, 0)],
 )
 def test_scores_are_written_by_eager_attention_alone(settings, scores):
-    assert step_of(**settings).scores() == scores
+    assert step_of(**settings).score_elements() == scores
 
 
 @pytest.mark.parametrize(
@@ -568,6 +568,20 @@ def test_needs_of_a_card_are_in_gib_with_the_context_of_a_process():
     assert MemoryNeeds().gib(unknown) == 0.0
 
 
+def test_needs_are_read_once_for_each_data_set(monkeypatch):
+    read = []
+
+    def load(spec):
+        read.append(spec.data_source)
+        return load_data(spec)
+
+    monkeypatch.setattr(memory_estimate, "load_data", load)
+    needs = MemoryNeeds()
+    for data in ("synthetic:40", "synthetic:60", "synthetic:40"):
+        needs.gib(planned("E-packed", "bench", data=data, model="tiny", machine=gpu_of(HOPPER)))
+    assert read == ["synthetic:40", "synthetic:60"]
+
+
 @pytest.mark.parametrize(("factor", "is_same"), [(1.0, True), (1.015, True), (1.03, False)])
 def test_a_record_is_of_the_same_state_within_two_hundredths(factor, is_same):
     estimated = {"params_mib": 100.0, "optimizer_mib": 200.0}
@@ -594,14 +608,14 @@ def tries():
 
 
 def test_runs_are_predicted_from_their_records(tries):
-    peaks = predicted(tries)
+    peaks = predicted_peaks(tries)
     assert peaks[tries["status"] != "skipped"].notna().all()
     assert largest_fault(peaks, tries) < 0.1
 
 
 def test_runs_of_another_model_are_not_predicted(tries):
     done = tries[tries["status"] == "ok"]
-    assert predicted(done, model="tiny").isna().all()
+    assert predicted_peaks(done, model="tiny").isna().all()
 
 
 def runs_of(folder, *specs):
@@ -615,14 +629,14 @@ def test_packed_rows_of_generated_data_are_predicted_by_their_own_lengths(tmp_pa
     spec = planned("A4-nb", "bench", {"padding": "packed"}, model="tiny", machine=gpu_of(HOPPER))
     spec = dataclasses.replace(spec, asked=spec.settings)
     assert tokens_of_micro_batch(spec) != tokens_of_micro_batch(spec, SquadLengths(384, 128))
-    (peak,) = predicted(runs_of(tmp_path, spec))
+    (peak,) = predicted_peaks(runs_of(tmp_path, spec))
     assert peak == estimate(spec)["peak_mib"]
 
 
 def test_a_run_whose_model_is_not_known_is_not_predicted(tmp_path):
     spec = planned("A1", "bench", model="tiny", machine=gpu_of(HOPPER))
     unnamed = dataclasses.replace(resized(spec, model=""), model=spec.model | {"name": "mine"})
-    (peak,) = predicted(runs_of(tmp_path, unnamed))
+    (peak,) = predicted_peaks(runs_of(tmp_path, unnamed))
     assert math.isnan(peak)
 
 
@@ -659,7 +673,7 @@ def test_every_point_of_the_profiles_is_predicted_within_a_tenth(group, older):
     is_fp8 = runs["spec.settings.feed_forward"] == "fp8"
     runs = runs[~is_fp8 | (runs["time.started"] > "2026-11-26T02")]
     assert len(runs) > 15
-    peaks = predicted(runs)
+    peaks = predicted_peaks(runs)
     is_plain = runs["spec.settings.engine"].isin(["plain", "searched"])
     is_rounded = runs["spec.variant"].isin(["A1-int8", "A1-int4"])
     missing = runs["spec.variant"][peaks.isna() & ~is_plain & ~is_rounded]

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForQuestionAnswering, ModernBertForMaskedLM
 
 from qa_lib.data.load import load_data
-from qa_lib.lab.search.memory_estimate import estimate, gpu_of
+from qa_lib.lab.search.memory_estimate import estimate
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.architectures import ENCODERS, heads_of
@@ -17,6 +17,7 @@ from qa_lib.model.attention import Segments, attention_name, blockmask, flash
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.packed import Packed
 from qa_lib.score.predict import ask
+from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.variants import VARIANTS
 from tests.conftest import slow

@@ -13,7 +13,7 @@ from transformers.models.mpnet.modeling_mpnet import MPNetForQuestionAnswering
 
 from qa_lib.data.load import load_data
 from qa_lib.data.tokenize import build_tokenizer
-from qa_lib.lab.search.memory_estimate import estimate, gpu_of
+from qa_lib.lab.search.memory_estimate import estimate
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.meter import MIB
@@ -25,6 +25,7 @@ from qa_lib.model.packed import Packed
 from qa_lib.peers import mpnet as rival
 from qa_lib.peers.mpnet import MPNet, bucket_of
 from qa_lib.score.predict import ask, load_qa_model
+from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.variants import VARIANTS

@@ -7,11 +7,11 @@ from torch._subclasses import FakeTensorMode
 from torch.nn import functional as F
 from transformers.pytorch_utils import Conv1D
 
-from qa_lib.lab.search.memory_estimate import gpu_of
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model import nf4
 from qa_lib.model.build import DTYPES, build_model, trainable_summary
 from qa_lib.model.nf4 import NF4Linear, native
+from qa_lib.spec.machine import gpu_of
 from tests.kernels import with_gradients
 from tests.material import python
 from tests.tiny import planned

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qa_lib.lab.tools import profile
-from qa_lib.measure import trace
+from qa_lib.measure import communication, trace
 from qa_lib.measure.meter import Memory
 from qa_lib.records.archive import Run
 from qa_lib.run import fit
@@ -75,7 +75,7 @@ def test_a_kernel_has_its_step_and_when_it_began_in_it():
 
 
 def test_a_summary_has_means_over_steps():
-    summary = trace.summary(trace.work(gpu_trace(), WIDTHS), gpu_trace(), step_ms=0.5)
+    summary = trace.step_means(trace.work(gpu_trace(), WIDTHS), gpu_trace(), step_ms=0.5)
     expected = {"launches_per_step": 4, "kernels_per_step": 4, "busy_ms": 0.4, "busy_share": 0.8}
     assert {name: summary[name] for name in expected} == pytest.approx(expected)
     assert summary["parts"]["forward"] == pytest.approx(
@@ -94,7 +94,7 @@ def test_kernels_of_a_graph_take_the_labels_of_those_launched_one_by_one():
     assert labelled["part"].tolist()[:4] == known["part"].tolist()[:4]
     assert labelled["phase"].tolist() == [*known["phase"][:4], "optimizer"]
     # One call each, in this made-up trace.
-    assert trace.summary(labelled, events, 1.0)["launches_per_step"] == 5
+    assert trace.step_means(labelled, events, 1.0)["launches_per_step"] == 5
 
 
 # Kernel, operator, sizes of its inputs, phase -> part.
@@ -342,7 +342,7 @@ def test_a_summary_lists_the_heaviest_kernels_with_their_means(monkeypatch):
     events = gpu_trace()
     events += launched("norm_kernel", 1500, 50, 46, 97)  # a second time in one of the two steps
     events += launched("heaviest", 1600, 500, 47, 98)
-    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=0.1)
+    summary = trace.step_means(trace.work(events, WIDTHS), events, step_ms=0.1)
     heaviest, norm = summary["kernels"]
     assert heaviest["name"] == "heavie"
     assert [heaviest["ms"], heaviest["count"]] == pytest.approx([0.25, 0.5])
@@ -355,13 +355,13 @@ def test_a_summary_lists_the_heaviest_kernels_with_their_means(monkeypatch):
 
 def test_launches_outside_of_steps_are_not_counted():
     events = [*gpu_trace(), *launched("late", 90_000, 10, 80_000, 99)]
-    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=0.5)
+    summary = trace.step_means(trace.work(events, WIDTHS), events, step_ms=0.5)
     assert summary["launches_per_step"] == 4
 
 
 def test_a_summary_of_a_cpu_counts_no_launches():
     events = in_one_step(cpu("aten::mm", 100, 50))
-    summary = trace.summary(trace.work(events, WIDTHS), events, step_ms=1.0)
+    summary = trace.step_means(trace.work(events, WIDTHS), events, step_ms=1.0)
     assert summary["launches_per_step"] is summary["kernels_per_step"] is None
     assert summary["busy_share"] == pytest.approx(0.05)
 
@@ -401,7 +401,7 @@ class Profiler:
     def export_chrome_trace(self, path):
         """Write a trace in which each profiled step computes 300 us and communicates 600 us."""
         events = [
-            {"cat": "kernel", "name": name, "ts": 0, "dur": us * trace.OVERLAP_STEPS}
+            {"cat": "kernel", "name": name, "ts": 0, "dur": us * communication.OVERLAP_STEPS}
             for name, us in (("gemm", 300), ("ncclAllReduce", 900))
         ]
         with gzip.open(path, "wt") as file:
@@ -412,14 +412,14 @@ def test_the_overlap_is_the_mean_of_steps_after_one_to_warm_up(monkeypatch):
     monkeypatch.setattr(torch.profiler, "profile", Profiler)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     step = Mock()
-    found = trace.overlap(step, Mock(type="cuda"))
+    found = communication.overlap(step, Mock(type="cuda"))
     assert found == pytest.approx({"busy_ms": 0.3, "exposed_ms": 0.6})
-    assert step.call_count == 1 + trace.OVERLAP_STEPS
+    assert step.call_count == 1 + communication.OVERLAP_STEPS
 
 
 def test_on_a_cpu_there_is_no_overlap():
     step = Mock()
-    found = trace.overlap(step, torch.device("cpu"))
+    found = communication.overlap(step, torch.device("cpu"))
     assert found == {"busy_ms": None, "exposed_ms": None}
     step.assert_not_called()
 

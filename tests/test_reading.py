@@ -116,7 +116,7 @@ def test_a_byte_order_mark_is_no_part_of_a_text(tmp_path):
 def test_a_byte_order_mark_in_front_of_a_hubs_text_is_no_part_of_it(monkeypatch):
     table = datasets.Dataset.from_dict({"text": ["\ufeffone", "\ufefftwo"]})
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: table)
-    assert list(open_text("somebody/text", "train").rows()) == ["one\n", "\ufefftwo\n"]
+    assert list(open_text("somebody/text", "train").load_rows()) == ["one\n", "\ufefftwo\n"]
 
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] {} came at nine .".split(" ")

@@ -24,7 +24,7 @@ SYNTHETIC_LIMIT = 10_000_000  # questions that may be asked of the generator
 class Origin(NamedTuple):
     """A place that data comes from. Nothing is read before one of the two functions is called."""
 
-    digest: Callable[[], str]  # the hash (hex) of the content; raises DataError
+    hash_content: Callable[[], str]  # the hash (hex) of the content; raises DataError
     load: Callable  # the content: a document in SQuAD's layout, or a table of datasets; likewise
 
 
@@ -62,12 +62,12 @@ def generated(name: str, split: str, mark: str = "") -> Origin:
         )
     arguments = int(count), SYNTHETIC_SEEDS[split]
     return Origin(
-        partial(_digest_of_generated, *arguments, mark), partial(synthetic_squad, *arguments)
+        partial(_hash_of_generated, *arguments, mark), partial(synthetic_squad, *arguments)
     )
 
 
 @cache
-def _digest_of_generated(n: int, seed: int, mark: str) -> str:
+def _hash_of_generated(n: int, seed: int, mark: str) -> str:
     """Return the hash of a generated document and a mark; every plan of a process asks for it."""
     content = mark + json.dumps(synthetic_squad(n, seed), sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()
@@ -100,7 +100,7 @@ def saved_table(folder: Path, split: str, wanted: str) -> Origin:
             ) from None
         return table
 
-    def digest() -> str:
+    def hash_content() -> str:
         files = [Path(file["filename"]) for file in load().cache_files]
         for file in files:
             if file.parent != part:
@@ -109,7 +109,7 @@ def saved_table(folder: Path, split: str, wanted: str) -> Origin:
                 )
         return hash_files(files)
 
-    return Origin(digest, load)
+    return Origin(hash_content, load)
 
 
 def hub_table(name: str, split: str, files: str) -> Origin:
@@ -136,8 +136,8 @@ def hub_table(name: str, split: str, files: str) -> Origin:
                 f"a folder with {files}"
             ) from None
 
-    def digest() -> str:
+    def hash_content() -> str:
         content = f"{name} {split} {load()._fingerprint}"
         return hashlib.sha256(content.encode()).hexdigest()
 
-    return Origin(digest, load)
+    return Origin(hash_content, load)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from qa_lib.data.examples import Example, build_examples, build_golds, flat_rows, nested_rows
 from qa_lib.data.files import DataError, read_json, sha256_of
-from qa_lib.data.origins import find_file, generated, hub_table, is_hub_name, saved_table
+from qa_lib.data.origins import Origin, find_file, generated, hub_table, is_hub_name, saved_table
 
 OFFICIAL_NAMES = {
     "train": ("train.json", "train-v2.0.json"),
@@ -29,26 +29,27 @@ class Source:
     # What the user asked for, a path as it was given.
     name: str
     # Computes the SHA-256 (hex) of the content as it is stored now. Raises DataError.
-    digest: Callable[[], str]
+    hash_content: Callable[[], str]
     # Reads the content from the start: `Row`s of questions, or a text's lines. Raises DataError.
-    rows: Callable[[], Iterable]
-    # Whether gold answers are read and checked. If not, they may be missing or wrong.
+    load_rows: Callable[[], Iterable]
+    # Whether `examples` have the gold answers, which are checked then. Without, the data's may be
+    # missing or wrong. `golds` reads them in either case.
     labelled: bool = True
 
     @cached_property
     def sha256(self) -> str:
         """The SHA-256 (hex) of the content when this property was first used."""
-        return self.digest()
+        return self.hash_content()
 
     def read(self) -> Iterator:
-        """Yield all `rows`.
+        """Yield the rows of `load_rows`, and check that they are of the content of `sha256`.
 
-        Raises DataError after the last one if the content is no longer that of `sha256`: the rows
-        may then be of the old or of the new content.
+        Raises DataError after the last one if the content has another hash by then: the rows may
+        be of the old or of the new content.
         """
         before = self.sha256
-        yield from self.rows()
-        if self.digest() != before:
+        yield from self.load_rows()
+        if self.hash_content() != before:
             raise DataError(
                 f"{self.name}: it has changed since it was first looked at; give the command again"
             )
@@ -73,29 +74,30 @@ def open_source(source: str | os.PathLike, split: str, labelled: bool = True) ->
       - a folder with train.json / validation.json, or the official train-v2.0.json / dev-v2.0.json,
       - a folder that `datasets` wrote with save_to_disk (a Dataset, or a DatasetDict of splits),
       - a name on the Hugging Face hub, such as "squad_v2".
-    `labelled` is the Source's: whether gold answers are read.
+    `split` is "train" or "validation": the part that is meant where the data set has both. A single
+    file, or a single Dataset, is the same for either.
+    `labelled` is the Source's: whether `examples` have gold answers.
     Raises DataError if there is no such data set, and on first use of the result if it is bad.
     """
     name = os.fspath(source)
-    if name.startswith("synthetic:"):
-        origin = generated(name, split)
-        return Source(name, origin.digest, lambda: nested_rows(origin.load(), name), labelled)
-
-    path = find_file(name, OFFICIAL_NAMES[split])
-    if path:
-        name = str(path)
-        digest = partial(sha256_of, path)
-        return Source(name, digest, lambda: nested_rows(read_json(path), name), labelled)
-
-    if os.path.isdir(name):
-        name = str(Path(name))
-        origin = saved_table(Path(name), split, wanted=" or ".join(OFFICIAL_NAMES[split]))
-        return Source(name, origin.digest, lambda: flat_rows(origin.load(), name), labelled)
-
+    file = find_file(name, OFFICIAL_NAMES[split])
     # What looks like a path is more likely misspelt than on the hub.
     is_path = name.endswith(".json") or os.path.isdir(os.path.dirname(name))
-    if is_hub_name(name) and not is_path:
-        origin = hub_table(name, split, "train.json and validation.json in SQuAD's format")
-        return Source(name, origin.digest, lambda: flat_rows(origin.load(), name), labelled)
 
-    raise DataError(f"{name!r}: no such file or folder")
+    if name.startswith("synthetic:"):
+        origin = generated(name, split)
+        to_rows = nested_rows
+    elif file:
+        name = str(file)
+        origin = Origin(partial(sha256_of, file), partial(read_json, file))
+        to_rows = nested_rows
+    elif os.path.isdir(name):
+        name = str(Path(name))
+        origin = saved_table(Path(name), split, wanted=" or ".join(OFFICIAL_NAMES[split]))
+        to_rows = flat_rows
+    elif is_hub_name(name) and not is_path:
+        origin = hub_table(name, split, "train.json and validation.json in SQuAD's format")
+        to_rows = flat_rows
+    else:
+        raise DataError(f"{name!r}: no such file or folder")
+    return Source(name, origin.hash_content, lambda: to_rows(origin.load(), name), labelled)

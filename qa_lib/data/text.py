@@ -45,7 +45,7 @@ END = "<|endoftext|>"
 
 
 def open_text(source: str | os.PathLike, split: str) -> Source:
-    """Find the text `source`, whose `rows` are lines; nothing is read yet.
+    """Find the text `source`, whose rows are lines; nothing is read yet.
 
     `source` is one of
       - "synthetic:1600": the paragraphs of so many generated questions, one a line,
@@ -59,7 +59,7 @@ def open_text(source: str | os.PathLike, split: str) -> Source:
     name = os.fspath(source)
     if name.startswith("synthetic:"):
         origin = generated(name, split, mark="text ")
-        return Source(name, origin.digest, lambda: _paragraphs(origin.load()))
+        return Source(name, origin.hash_content, lambda: _paragraphs(origin.load()))
 
     file_names = [stem + ending for stem in NAMES[split] for ending in ENDINGS]
     path = find_file(name, file_names)
@@ -76,7 +76,7 @@ def open_text(source: str | os.PathLike, split: str) -> Source:
 
     if is_hub_name(name) and not name.endswith(ENDINGS):
         origin = hub_table(name, split, "train.txt and validation.txt")
-        return Source(name, origin.digest, lambda: _table_lines(origin.load(), name))
+        return Source(name, origin.hash_content, lambda: _table_lines(origin.load(), name))
 
     raise DataError(f"{name!r}: no such file or folder")
 

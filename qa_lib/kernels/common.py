@@ -1,20 +1,21 @@
-"""What kernels share: compilation ahead of the first launch, dropout by a hash, partial sums.
+"""What kernels share: compilation ahead, dropout by a hash, many tensors in a call, partial sums.
 
 Compilation ahead. Triton compiles a kernel at its first launch, and has the C compiler make the
 function that launches it. Each kernel takes a quarter to a whole second, one after the other, and a
 step has a dozen. But long before that, PyTorch's compiler calls every custom operator with fake
 tensors, which have a shape and a type and no memory. The operator then runs as it always does, and
 `launch`, which cannot launch anything there, compiles the kernel in a thread. Most of that work is
-done outside of Python, which PyTorch's compiler keeps busy. This works on every GPU that the
-kernels are for.
+done outside of Python, so that it goes on beside PyTorch's compiler, which is in Python. This works
+on every GPU that the kernels are for.
 
 Dropout. Its random bits are a hash of the element's number; model/fused_blocks.py says why. The
 hash is here in PyTorch and as a device function. Both give the same bits, so that a kernel can
 compute again in the backward pass what the forward pass dropped, and so that tests can hold the
 kernels to plain PyTorch.
 
-Many tensors in a call. What is done to every parameter of a model takes one launch for COUNT of
-them, which come as tuples of pointers.
+Many tensors in a call. What is done to every parameter of a model takes one launch for
+TENSORS_PER_CALL of them, which come as tuples of pointers. Each of the launch's programs works on a
+block of elements of one tensor, and finds out which (`locate`).
 
 Partial sums. The gradient of a bias is a sum over all tokens of the gradient of its layer's output.
 PyTorch and its compiler read that gradient once more to sum it. The kernel that writes the gradient
@@ -54,13 +55,13 @@ LOG2_E = math.log2(math.e)  # GPUs have an instruction for powers of 2
 
 # Kernels read 16 bytes at a time where sizes and beginnings are multiples of so many elements.
 ALIGN = 16
-COUNT = 16  # tensors of a call of a kernel that takes many
+TENSORS_PER_CALL = 16  # at most, where a kernel takes many
 SUM_PARTIALS = {"ROWS": 128, "COLUMNS": 8, "num_warps": 4}  # a program's tile, and its warps
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 
 _threads = ThreadPoolExecutor(4, "precompile")
-_lock = threading.Lock()  # held while the driver is made
-_loading = threading.Lock()  # held while programs are loaded
+_driver_lock = threading.Lock()  # held while Triton's driver is made
+_loading_lock = threading.Lock()  # held while programs are loaded
 # The kernels that were asked for, each with what it is compiled for.
 _asked_for: set[tuple] = set()
 # Those of them that are not loaded yet.
@@ -114,7 +115,7 @@ def _tensors(arguments: Iterable) -> Iterator[torch.Tensor]:
 
 
 def _compile_in_thread(kernel, arguments: dict, device: torch.device) -> None:
-    """Compile a kernel for arguments like these, unless that was begun before."""
+    """Begin to compile a kernel for arguments like these, unless that was begun before."""
     likes = {name: _like(argument) for name, argument in arguments.items()}
     key = (id(kernel), *likes.items())
     if key not in _asked_for:
@@ -138,7 +139,7 @@ def _compile(kernel, likes: dict, device: torch.device):
     from triton.runtime import driver
 
     torch.cuda.set_device(device)
-    with _lock:
+    with _driver_lock:
         driver.active.get_current_device()  # the first call makes the driver
     program = _warmup(kernel, likes)
     driver.active.launcher_cls(program.src, program.metadata)
@@ -154,7 +155,7 @@ def _load_compiled() -> None:
     """
     if not _unloaded:
         return
-    with _loading:
+    with _loading_lock:
         wait(_unloaded)
         for future in _unloaded:
             # The launch meets a compilation's error again, and raises it.
@@ -175,15 +176,16 @@ def _warmup(kernel, likes: dict):
     def mock(like):
         return tuple(map(mock, like)) if isinstance(like, tuple) else MockTensor.wrap_dtype(like)
 
+    # Triton calls it once for each kernel that is compiled, or found in its cache on the disk.
     knobs.compilation.listener = lambda *, cache_hit, **_: _cache_hits.append(cache_hit)
     mocks = {name: mock(like) for name, like in likes.items()}
     return kernel.warmup(grid=(1,), **mocks)
 
 
 def hash32(numbers: torch.Tensor, seed: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each of some `numbers`; two seeds give unrelated bits.
+    """Return 32 random bits, as int32, for each of some `numbers`; two seeds give unrelated bits.
 
-    All tensors are int32, and their shapes broadcast. The hash is the finalizer "lowbias32"
+    Numbers and seed are int32, and their shapes broadcast. The hash is the finalizer "lowbias32"
     (Wellons 2018), with the seed added near its start.
     """
     # PyTorch's int32 wraps when it multiplies, and keeps the sign when it shifts, hence the masks.
@@ -248,36 +250,43 @@ def dropout_kernel(x, y, seed, size, threshold, kept_scale, ELEMENTS: tl.constex
 
 
 def largest_first(row: tuple) -> int:
-    """Return the place of a row of `calls` by the size of its tensor."""
+    """Return the key by which rows of `in_calls` are sorted from the largest tensor down."""
     return -row[0].numel()
 
 
-def calls(
+def in_calls(
     *columns: list, order: Callable[[tuple], int] = largest_first
 ) -> Iterator[tuple[tuple[tuple, ...], tuple[int, ...]]]:
-    """Yield what a kernel takes in each call: for each column a tuple of its items, and sizes.
+    """Divide many tensors, and what belongs to each, among the calls of a kernel.
 
-    Items at the same place of all columns belong together and make a row; the first is a tensor,
-    and `sizes` are those of these tensors. Rows come in ascending `order`, but one size that is no
-    multiple of ALIGN slows its whole call, so that these come last.
+    `columns` are lists of equal length. The first has the tensors; items at one place of all lists
+    belong together and make a row. Yields, for each call, a tuple with a tuple of items for each
+    column, and the number of elements of each of the call's tensors. A call has TENSORS_PER_CALL
+    rows, and the last one what is left.
+
+    Rows are sorted by the key `order`. One tensor whose size is no multiple of ALIGN slows its
+    whole call, so that these come after all others.
     """
 
-    def place(row):
-        return row[0].numel() % ALIGN > 0, order(row)
+    def key(row):
+        is_unaligned = row[0].numel() % ALIGN > 0
+        return is_unaligned, order(row)
 
-    rows = sorted(zip(*columns, strict=True), key=place)
-    for begin in range(0, len(rows), COUNT):
-        call = rows[begin : begin + COUNT]
-        sizes = tuple(row[0].numel() for row in call)
-        yield tuple(zip(*call, strict=True)), sizes
+    rows = sorted(zip(*columns, strict=True), key=key)
+    for begin in range(0, len(rows), TENSORS_PER_CALL):
+        rows_of_call = rows[begin : begin + TENSORS_PER_CALL]
+        sizes = tuple(row[0].numel() for row in rows_of_call)
+        yield tuple(zip(*rows_of_call, strict=True)), sizes
 
 
 def with_sums(
     all_calls: Sequence[tuple[tuple, tuple[int, ...]]], block: int, device: torch.device
 ) -> tuple[torch.Tensor, list[tuple[tuple, tuple[int, ...], torch.Tensor]]]:
-    """Return fp32 places for a sum of each program, and `calls` with the places of their programs.
+    """Return room for the sum of each program of some calls, and the calls with their room.
 
-    A program takes `block` elements of one tensor.
+    `all_calls` are those of `in_calls`, and a program takes `block` elements of one tensor. The
+    room is one fp32 tensor [programs of all calls], not yet written. Each call comes back with its
+    part of it, a view [programs of the call], as a third item.
     """
     programs = [sum(-(-size // block) for size in sizes) for _, sizes in all_calls]
     sums = torch.empty(sum(programs), dtype=torch.float32, device=device)
@@ -287,10 +296,11 @@ def with_sums(
 
 @jit
 def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """Return what a program does of COUNT tensors, which all have programs of BLOCK elements.
+    """Return which BLOCK elements of which of COUNT tensors this program works on.
 
-    That is the number of its tensor, the number of its block there, the block's elements, and
-    whether each of these exists. The programs of the first tensor come before those of the second.
+    These are the number of the tensor, the number of the block in it, the places of the block's
+    elements in the tensor, and whether each lies in it. `sizes` has the elements of each tensor.
+    The programs of the first tensor come before those of the second.
     """
     program = tl.program_id(0)
     number = 0
@@ -310,9 +320,9 @@ def locate(sizes, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 @jit
 def chosen(pointers, number, COUNT: tl.constexpr):
-    """Return the pointer of that number, which is not known when the kernel is compiled.
+    """Return `pointers[number]` for a number that is known only when the kernel runs.
 
-    An index of a tuple has to be known then.
+    Triton indexes a tuple by what it knows when it compiles.
     """
     pointer = pointers[0]
     for other in tl.static_range(1, COUNT):
@@ -331,7 +341,7 @@ def hash32_kernel(numbers, seed):
 
 @jit
 def keep_mask(at, seed, threshold):
-    """Return which elements hash_dropout keeps, for their places `at` in memory."""
+    """Return which elements hash_dropout keeps, of those with the numbers `at` in their tensor."""
     return (hash32_kernel(at.to(tl.uint32), seed) & 0x7FFFFFFF).to(tl.int32) >= threshold
 
 

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import torch
 
-from qa_lib.kernels.common import calls, chosen, jit, launch, locate, tl, with_sums
+from qa_lib.kernels.common import chosen, in_calls, jit, launch, locate, tl, with_sums
 
 MOST_ELEMENTS = 2**31 - 1  # places of elements are 32-bit numbers in the kernels
 SEND = {"BLOCK": 4096, "num_warps": 4}
@@ -46,7 +46,7 @@ def send_gradients(
         """The order by which each sender begins with another owner, the one after itself."""
         return (row[1] - (rank + 1) * length) % everything
 
-    all_calls = list(calls(gradients, begins, order=after_own))
+    all_calls = list(in_calls(gradients, begins, order=after_own))
     sums, calls_with_sums = with_sums(all_calls, SEND["BLOCK"], gradients[0].device)
     for (call_gradients, call_begins), sizes, call_sums in calls_with_sums:
         launch(

@@ -3,12 +3,7 @@
 A trace is the JSON of torch.profiler, which Perfetto opens as well. On a GPU the work is its
 kernels and copies, on a CPU the operators' own time. Reading one needs no torch.
 
-It also says what communication costs a step of several GPUs (family P, `parallel`). A reduction
-that runs beside the backward pass costs nothing but the memory bandwidth that it takes. What counts
-is exposed communication: the time in which a GPU communicates and does nothing else. A GPU that
-waits for another one counts as communicating, since NCCL's kernels wait by spinning.
-
-lab/tools/profile.py reads whole traces with it; a run of several processes calls `overlap`.
+lab/tools/profile.py reads a run's trace with it: `work` makes a table, and `step_means` sums it up.
 """
 
 import bisect
@@ -16,7 +11,7 @@ import difflib
 import gzip
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +27,7 @@ PARTS = (
     "optimizer",
     "copies",
 )
-OVERLAP_STEPS = 3  # `overlap` profiles so many
-KERNELS_LISTED = 25  # in a summary, the heaviest first
+KERNELS_LISTED = 25  # by `step_means`, the heaviest first
 KERNEL_NAME_LENGTH = 160  # names of C++ templates run to thousands of characters
 
 # What a range's name begins with -> the range's label.
@@ -48,9 +42,6 @@ _PHASES_OF_PYTORCH = {
 
 # Categories of events.
 ON_GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
-# What the names of kernels have that communicate: NCCL's, and those of the exchange by pointers
-# (kernels/peer_gradients.py, and the barrier of PyTorch's symmetric memory).
-COMMUNICATES = ("nccl", "send_kernel", "spread_kernel", "barrier_kernel")
 BY_HOST = {"cuda_runtime", "cuda_driver"}
 # What the names of the host's calls that launch work begin with.
 _LAUNCHES = ("cudaLaunch", "cuLaunch", "cudaGraphLaunch", "cudaMemcpy", "cudaMemset")
@@ -109,12 +100,15 @@ def part_of(kernel: str, op: str, sizes: list[tuple[int, ...]], phase: str, widt
 
     `kernel` is the name of the work, `op` that of the operator that launched it, and `sizes` are
     the shapes of that operator's inputs. Matrix products are told apart by the model's `widths`
-    alone, whichever kernel ran them. A layer norm that the compiler fused with the lookups before
-    it counts as embeddings.
+    alone, whichever kernel ran them.
+
+    The first test that fits decides, so that their order matters: a softmax is the loss's before it
+    is attention's, the batched products of attention are its before they are GEMMs, and a layer
+    norm that the compiler fused with the lookups before it counts as embeddings.
     """
     kernel_name = kernel.lower()
     op_name = op.lower()
-    both_names = kernel_name + op_name
+    both_names = f"{kernel_name} {op_name}"
     if phase == "optimizer":
         return "optimizer"
     if kernel_name.startswith(("memcpy", "memset")):
@@ -150,9 +144,12 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
     """Return a row for each piece of work of a trace, in order of time.
 
     Columns are step, start_ms (within the step), ms, name, phase and part. Steps are the profiler's
-    own ranges, phases those in PHASES; work outside of steps is left out. What a CUDA graph
-    launches has no operator and no phase: its phase is "" and its part a guess by name, which
-    `label_like` replaces.
+    own ranges, phases those in PHASES; work outside of steps is left out.
+
+    What a CUDA graph launches has no operator, and its part is a guess by its name. A graph that is
+    launched outside of all phases, as that of a whole step is (train/cuda_graph.py), has the phase
+    "" for all its work. `label_like` replaces both. Graphs of torch.compile are launched within the
+    phases of train/loop.py, and have these.
     """
     steps = _spans(events, STEPS_OF_THE_PROFILER)
     # The Trainer's loop has no ranges of ours, but PyTorch names its own.
@@ -165,13 +162,7 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
         step = _span_at(steps, piece.launched_us)
         if step is None:
             continue
-        phase_index = _span_at(phases, piece.launched_us)
-        if phase_index is not None:
-            _, _, phase = phases[phase_index]
-        elif "GraphLaunch" in piece.caller:
-            phase = ""
-        else:
-            phase = "forward"  # PyTorch names no range of its own there
+        phase = _phase_of(piece, phases)
         # Which operators a lookup calls in turn differs between versions of PyTorch.
         is_in_lookup = _span_at(lookups, piece.launched_us) is not None
         op = _LOOKUP if is_in_lookup else piece.caller
@@ -180,6 +171,17 @@ def work(events: list[dict], widths: Widths) -> pd.DataFrame:
     table = pd.DataFrame(rows, columns=["step", "start_ms", "ms", "name", "phase", "part"])
     table["start_ms"] -= table.groupby("step")["start_ms"].transform("min")
     return table
+
+
+def _phase_of(piece: Work, phases: list[tuple[float, float, str]]) -> str:
+    """Return the phase of a piece of work by the spans of the phases; "" for that of a graph."""
+    index = _span_at(phases, piece.launched_us)
+    if index is not None:
+        _, _, phase = phases[index]
+        return phase
+    if "GraphLaunch" in piece.caller:
+        return ""
+    return "forward"  # PyTorch names no range of its own there
 
 
 def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, float, str]]:
@@ -199,9 +201,10 @@ def _spans(events: list[dict], labels: dict[str, str]) -> list[tuple[float, floa
 
 
 def _span_at(spans: list[tuple], moment: float) -> int | None:
-    """Return the index of the span in which a moment is; None where it is in none.
+    """Return the index of the span that began last before a moment, or None if it has ended.
 
-    `spans` are in order of time. Where several have begun, the last counts, even if it has ended.
+    `spans` are (begin, end, ...) in order of time. Those that began earlier are not looked at, even
+    if they last until then: steps and phases follow each other, and do not enclose others.
     """
     # A span that begins at this very moment has begun: infinity is later than any end.
     index = bisect.bisect_right(spans, (moment, float("inf"))) - 1
@@ -281,20 +284,25 @@ def label_like(replayed: pd.DataFrame, launched: pd.DataFrame) -> pd.DataFrame:
     # One step serves all, since the graph is the same in each.
     known = launched[launched["step"] == launched["step"].max()]
     known_names = list(known["name"])
-    replayed = replayed.assign(phase=None)
-    columns = [replayed.columns.get_loc(name) for name in ("phase", "part")]
+    known_phases = list(known["phase"])
+    known_parts = list(known["part"])
     labelled = []
     for _, step in replayed.groupby("step"):
         names = list(step["name"])
+        phases = [None] * len(step)
+        parts = list(step["part"])
         matcher = difflib.SequenceMatcher(None, names, known_names, autojunk=False)
         for begin, known_begin, length in matcher.get_matching_blocks():
-            counterparts = known.iloc[known_begin : known_begin + length, columns]
-            step.iloc[begin : begin + length, columns] = counterparts
-        labelled.append(step.assign(phase=step["phase"].ffill().fillna("forward")))
+            here = slice(begin, begin + length)
+            there = slice(known_begin, known_begin + length)
+            phases[here] = known_phases[there]
+            parts[here] = known_parts[there]
+        phase = pd.Series(phases, step.index, dtype=object).ffill().fillna("forward")
+        labelled.append(step.assign(phase=phase, part=parts))
     return pd.concat(labelled) if labelled else replayed
 
 
-def summary(table: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
+def step_means(table: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     """Return means over the steps of a trace, whose work is the `table`.
 
     `step_ms` is the length of a step that was timed without a profiler. The keys are
@@ -302,16 +310,11 @@ def summary(table: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
     - step_ms, as it was given; busy_ms, and the share of step_ms that it is, busy_share;
     - launches_per_step, calls by the host, and kernels_per_step, both None on a CPU;
     - parts, {phase: {part: ms}} without parts that took no time;
-    - kernels, the heaviest ones.
+    - kernels, the heaviest ones: each a name, phase and part with its ms and count in a step.
     """
     steps = max(1, table["step"].nunique())
     has_gpu_work = _has_gpu_work(events)
     parts = (table.groupby(["phase", "part"])["ms"].sum() / steps).to_dict()
-    kernels = (
-        table.groupby(["name", "phase", "part"])["ms"]
-        .agg(["sum", "count"])
-        .sort_values("sum", ascending=False)
-    )
     spans = _spans(events, STEPS_OF_THE_PROFILER)
     calls = [e for e in events if e.get("cat") in BY_HOST and e["name"].startswith(_LAUNCHES)]
     launches = sum(_span_at(spans, e["ts"]) is not None for e in calls)
@@ -327,63 +330,24 @@ def summary(table: pd.DataFrame, events: list[dict], step_ms: float) -> dict:
         "launches_per_step": launches / steps if has_gpu_work else None,
         "kernels_per_step": len(table) / steps if has_gpu_work else None,
         "parts": parts_by_phase,
-        "kernels": [
-            {
-                "name": name[:KERNEL_NAME_LENGTH],
-                "phase": phase,
-                "part": part,
-                "ms": total / steps,
-                "count": count / steps,
-            }
-            for (name, phase, part), total, count in kernels.head(KERNELS_LISTED).itertuples()
-        ],
+        "kernels": _heaviest_kernels(table, steps),
     }
 
 
-def overlap(step: Callable[[], object], device) -> dict[str, float | None]:
-    """Return the `busy_ms` and `exposed_ms` of a step; see busy_and_exposed.
-
-    Both are None on a CPU. `device` is a torch.device. All processes of a run call this at the same
-    time, each with its part of the `step` that they make together.
-    """
-    import torch
-    from torch.profiler import ProfilerActivity, profile, schedule
-
-    if device.type != "cuda":
-        return {"busy_ms": None, "exposed_ms": None}
-    # A profiler takes long to start: in the warm-up the processes wait for each other's.
-    steps = schedule(wait=0, warmup=1, active=OVERLAP_STEPS, repeat=1)
-    with profile(activities=[ProfilerActivity.CUDA], schedule=steps, acc_events=True) as profiler:
-        for _ in range(1 + OVERLAP_STEPS):
-            step()
-            torch.cuda.synchronize()
-            profiler.step()
-    busy_ms, exposed_ms = busy_and_exposed(read(export(profiler)))
-    return {"busy_ms": busy_ms / OVERLAP_STEPS, "exposed_ms": exposed_ms / OVERLAP_STEPS}
-
-
-def busy_and_exposed(events: list[dict]) -> tuple[float, float]:
-    """Return a trace's busy and its exposed milliseconds.
-
-    The GPU is busy while it computes or copies. Communication is exposed while the GPU does nothing
-    else.
-    """
-    on_gpu = [e for e in events if e.get("cat") in ON_GPU]
-    busy_us = _covered([e for e in on_gpu if not communicates(e["name"])])
-    return busy_us / 1e3, (_covered(on_gpu) - busy_us) / 1e3
-
-
-def communicates(kernel: str) -> bool:
-    """Return whether a kernel of that name exchanges something with other GPUs."""
-    name = kernel.lower()
-    return any(part in name for part in COMMUNICATES)
-
-
-def _covered(events: list[dict]) -> float:
-    """Return the microseconds in which at least one of the events ran."""
-    covered = 0.0
-    last_end = 0.0
-    for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
-        covered += max(0.0, end - max(begin, last_end))
-        last_end = max(last_end, end)
-    return covered
+def _heaviest_kernels(table: pd.DataFrame, steps: int) -> list[dict]:
+    """Return the KERNELS_LISTED kernels that take most of the time, with means over `steps`."""
+    kernels = (
+        table.groupby(["name", "phase", "part"])["ms"]
+        .agg(["sum", "count"])
+        .sort_values("sum", ascending=False)
+    )
+    return [
+        {
+            "name": name[:KERNEL_NAME_LENGTH],
+            "phase": phase,
+            "part": part,
+            "ms": total / steps,
+            "count": count / steps,
+        }
+        for (name, phase, part), total, count in kernels.head(KERNELS_LISTED).itertuples()
+    ]

@@ -370,7 +370,8 @@ class Parallel:
     """Bus bandwidth of one reduction in GB/s."""
 
     busy_ms: Number | None = None
-    """Milliseconds of a step in which a GPU computes; a mean over processes (measure/trace.py)."""
+    """Milliseconds of a step in which a GPU computes (measure/communication.py); a mean over
+    processes."""
 
     exposed_ms: Number | None = None
     """Milliseconds of a step in which a GPU only communicates; a mean over processes."""

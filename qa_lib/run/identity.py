@@ -25,13 +25,13 @@ REVISION_DIGITS = 12  # of a model's hash; a commit of the hub has 40
 
 
 def go_offline_without_network(*sources: str) -> None:
-    """Let the hub's library look into its cache alone, where the hub does not answer.
+    """Have the hub's library look into its cache alone, if the hub does not answer.
 
-    Nothing is asked unless one of the sources is of the hub. This holds in this process and in
-    those that it starts. The library would ask again for half a minute otherwise.
+    The hub is asked only where one of the sources is of the hub. What is found holds in this
+    process and in those that it starts. Else the library would ask the hub again and again, for
+    half a minute, before it looks into its cache.
     """
-    generated = ("tiny", "synthetic:", "gpt2:")
-    if all(source.startswith(generated) or Path(source).exists() for source in sources):
+    if not any(_is_of_hub(source) for source in sources):
         return
     from huggingface_hub import constants, get_session
 
@@ -42,6 +42,12 @@ def go_offline_without_network(*sources: str) -> None:
     except Exception:  # of whichever library it uses
         constants.HF_HUB_OFFLINE = True
         os.environ["HF_HUB_OFFLINE"] = "1"
+
+
+def _is_of_hub(source: str) -> bool:
+    """Return whether data or a model has to come from the hub, or from its library's cache."""
+    is_made_here = source == "tiny" or source.startswith(("synthetic:", "gpt2:"))
+    return not is_made_here and not Path(source).exists()
 
 
 def without_folders(source: str) -> str:
@@ -59,7 +65,7 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     validation are the same, and for a file of a kind that nothing here reads.
     """
     if task == "qa" and os.path.isfile(source):
-        _check_kind(Path(source))
+        _check_is_json(Path(source))
     splits = ["train", "validation"] if with_validation else ["train"]
     opened = [WORKFLOWS[task].open_source(source, split) for split in splits]
     for part in opened:
@@ -68,7 +74,8 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     hashes = [part.sha256 for part in opened]
     if len(hashes) > len(set(hashes)):
         if task == "qa":
-            _ = opened[0].examples  # that the file has no questions, or is no JSON, is told first
+            # This raises DataError, which is to be told first, for what is no JSON or no questions.
+            _ = opened[0].examples
         content = "questions" if task == "qa" else "text"
         raise UserError(
             f"{source}: would be trained on and scored by the same {content}; "
@@ -77,23 +84,27 @@ def identify_data(source: str, with_validation: bool, task: str = "qa") -> dict:
     return {"name": without_folders(source), "sha256": _joined(hashes)}
 
 
-def _check_kind(path: Path) -> None:
-    """Raise UserError for a file of questions that is no JSON by its ending or its begin."""
+def _check_is_json(path: Path) -> None:
+    """Raise UserError for a file of questions that looks like another format than JSON.
+
+    It does by the ending .jsonl, or by its first character. One that is called .json passes, and so
+    does an empty one: what is wrong with their content is told where that is read.
+    """
     with path.open("rb") as stream:
         begin = stream.read(1000).removeprefix(codecs.BOM_UTF8).strip()
-    kind = path.suffix.lower()
-    if kind == ".json" or not begin:
+    ending = path.suffix.lower()
+    if ending == ".json" or not begin:
         return
-    if kind == ".jsonl" or begin[:1] not in b"{[":
-        named = f"a {kind} file" if kind else "no JSON file"
+    if ending == ".jsonl" or begin[:1] not in b"{[":
+        what = f"a {ending} file" if ending else "no JSON file"
         raise UserError(
-            f"{path}: {named}, and --data takes SQuAD's format: a folder with train.json and "
+            f"{path}: {what}, and --data takes SQuAD's format: a folder with train.json and "
             "validation.json (docs/own-model.md)"
         )
 
 
 def _joined(hashes: list[str]) -> str:
-    """Return one hash for those of a run's sources."""
+    """Return one hash for those of a run's sources, of training before validation."""
     return hashlib.sha256("".join(hashes).encode()).hexdigest()
 
 
@@ -147,12 +158,13 @@ def _inspect_hub(source: str) -> tuple[dict, dict]:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
-    if (
+    is_path = (
         source.startswith((".", "/", "~"))
         or source.endswith("/")
         or source.count("/") > 1
         or os.path.isdir(os.path.dirname(source))
-    ):
+    )
+    if is_path:
         raise UserError(f"model folder {source} does not exist")
     try:
         validate_repo_id(source)
@@ -177,7 +189,7 @@ def check_planned(spec: Spec, hashes: list[str], folder: ModelFolder | None) -> 
     written last, where they differ.
     """
     if not spec.preset.quality and _joined(hashes) != spec.data.get("sha256"):
-        # It may have been planned to be scored.
+        # The preset scores nothing, but the data may have been identified with their validation.
         with contextlib.suppress(DataError):
             open_source = WORKFLOWS[spec.preset.task].open_source
             hashes = [*hashes, open_source(spec.data_source, "validation").sha256]

@@ -119,7 +119,7 @@ def evaluate_text(
             raise DataError(
                 f"{spec.data['name']}: its validation text has {nats} nats (the model has diverged)"
             )
-        written = continuations(model, data.tokenizer, prompts(data.validation.rows()))
+        written = continuations(model, data.tokenizer, prompts(data.validation.load_rows()))
     path = run_dir / "answers" / "continuations.json"
     write_atomically(path, json.dumps(written, indent=1) + "\n")
     n = len(tokens) - 1  # the first token is predicted from nothing, and is not scored

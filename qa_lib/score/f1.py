@@ -8,9 +8,9 @@ questions: half of SQuAD v2. When to be silent is a threshold; `best_f1` says wh
 would have given on these very questions, which flatters every variant alike.
 
 The command reads of its data what the official script reads, ids and gold answers' texts, and
-nothing else (data/squad.py, build_golds). Figures agree with that script's to the last digit: sums
-run over the questions in the data's order with Python's `sum`, and scores are int or float where
-that script has them so (from Python 3.12, `sum` tells them apart). Every variant's quality is
+nothing else (data/examples.py, build_golds). Figures agree with that script's to the last digit:
+sums run over the questions in the data's order with Python's `sum`, and scores are int or float
+where that script has them so (from Python 3.12, `sum` tells them apart). Every variant's quality is
 measured here.
 """
 

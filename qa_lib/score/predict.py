@@ -211,7 +211,12 @@ def asked(question: str, context: str) -> Source:
         question={"id": "0", "question": question},
     )
     # Its hash may be empty, since its samples are never cached.
-    return Source("what was asked", digest=lambda: "", rows=lambda: [row], labelled=False)
+    return Source(
+        "what was asked",
+        hash_content=lambda: "",
+        load_rows=lambda: [row],
+        labelled=False,
+    )
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,23 @@ class Machine:
     """Whether Inductor can generate code: by a C++ compiler, or by Triton with a GPU."""
 
 
+def gpu_of(sm: int) -> Machine:
+    """Return a machine with one GPU of compute capability `sm` / 10 and everything installed.
+
+    It stands for the GPU in plans that are made on a machine without one.
+    """
+    return Machine(
+        hardware="gpu",
+        gpus=1,
+        sm=sm,
+        bitsandbytes=True,
+        deepspeed=True,
+        peft=True,
+        torchao=True,
+        compiler=True,
+    )
+
+
 def hardware_name(gpu: str | None) -> str:
     """Return a GPU's marketing name as part of a folder's name.
 

@@ -72,8 +72,8 @@ class StepStats:
     """The measurements of a run's steps by one process; `ranks` is its ProcessGroup.
 
     `norms` are the running means that `note_norms` keeps. `waits` are a pipeline's readings: for
-    each step its laps of computing, and the passes as a whole. `overlap` is what trace.overlap has
-    measured, empty before `note_overlap`.
+    each step its laps of computing, and the passes as a whole. `overlap` is what
+    communication.overlap has measured, empty before `note_overlap`.
     """
 
     def __init__(self, ranks):
@@ -128,7 +128,8 @@ class StepStats:
 
         All processes call this together.
         """
-        from qa_lib.measure.trace import overlap  # which imports pandas, and no other run needs it
+        # It imports pandas, which no other run needs.
+        from qa_lib.measure.communication import overlap
 
         waits = self.waits.copy()
         norms = self.norms.clone()

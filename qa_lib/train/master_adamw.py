@@ -53,10 +53,10 @@ from torch.nn import functional as F
 from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
 from qa_lib.kernels.common import (
-    calls,
     chosen,
     hash32,
     hash32_kernel,
+    in_calls,
     jit,
     launch,
     locate,
@@ -337,7 +337,7 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _norm_by_kernel(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return what `_norm` returns, for tensors of one type on a GPU."""
-    sums, calls_with_sums = with_sums(list(calls(tensors)), NORM["BLOCK"], tensors[0].device)
+    sums, calls_with_sums = with_sums(list(in_calls(tensors)), NORM["BLOCK"], tensors[0].device)
     for (call_tensors,), sizes, call_sums in calls_with_sums:
         launch(
             square_sums,
@@ -501,7 +501,7 @@ def _update_by_kernel(
 
     The new weights of an only parameter go to `copies` as well, tensors like it.
     """
-    for columns, sizes in calls(weights, gradients, lows, means, squares, scales, firsts):
+    for columns, sizes in in_calls(weights, gradients, lows, means, squares, scales, firsts):
         names = ("weights", "grads", "lows", "means", "squares", "scales", "firsts")
         programs = sum(-(-size // UPDATE["BLOCK"]) for size in sizes)
         launch(

@@ -19,8 +19,9 @@ from qa_lib.train.parallel.process_group import ProcessGroup
 
 LOOK_EVERY_S = 1.0  # seconds between two looks at the loss; each look waits for the device
 # Steps between two looks of several processes, whose clocks differ and which must look together.
-LOOK_EVERY = 50
-# A line of progress comes at each tenth of the steps, and at the latest after so many seconds.
+LOOK_EVERY_STEPS = 50
+# A look says a line of progress after the last step, and when since the last line a tenth of the
+# run's steps are done or so many seconds have passed.
 SAY_EVERY_S = 60.0
 
 
@@ -46,9 +47,9 @@ class StepLog:
     A line has the step's number, loss, learning rate (lr) and milliseconds (ms); where the
     variant's gradients show it, some lines have the noise scale so far (phi, in samples).
 
-    Losses stay on the device until `write`, so that logging does not stall a step. `begin` is the
-    number of steps that an earlier process has done; those of its lines are kept that can be read.
-    All `ranks` note their steps, and the first writes and says.
+    Losses stay on the device until `write`, so that logging does not stall a step. The run has
+    `steps` steps, of which an earlier process has done the first `begin`; those of its lines are
+    kept that can be read. All `ranks` note their steps, and the first writes and says.
     """
 
     def __init__(
@@ -68,18 +69,21 @@ class StepLog:
         self.ranks = ranks
         self.say = say if ranks.first else lambda _: None
         self.label = f"{spec.variant} seed {spec.seed}"
-        self.samples = spec.micro_batches * spec.settings.micro_batch  # of a step
-        self.pending = []  # loss and learning rate of the steps that are not written yet
-        self.written = begin  # steps that are written
-        self.reported = begin  # steps that were done at the last line of progress
+        self.samples_per_step = spec.micro_batches * spec.settings.micro_batch
+        self.pending = []  # (loss, learning rate) of each step that is not written yet
+        # Numbers of steps, those of an earlier process included.
+        self.steps_written = begin
+        self.steps_said = begin  # at the last line of progress
+        # Moments of the monotonic clock, in seconds.
         now = time.monotonic()
-        self.started = now
-        self.looked = now  # at the loss, for the last time
-        self.reported_at = now
+        self.started_at = now
+        self.looked_at = now  # at the loss, for the last time
+        self.said_at = now  # the last line of progress
         self.compiling = spec.settings.compile != "none"
         if self.compiling:
             self.say(f"{self.label}: compiling, then {steps - begin} steps")
-        self._append([line for line in read_steps(self.path) if line["step"] <= begin], mode="w")
+        kept = [line for line in read_steps(self.path) if line["step"] <= begin]
+        self._write_lines(kept, mode="w")
 
     def step(
         self, meter: Meter, tokens: tuple, loss: torch.Tensor, rate: float, write: bool = False
@@ -87,12 +91,13 @@ class StepLog:
         """Take note that an optimizer step is done.
 
         `tokens` go to Meter.step; `loss` is the mean loss, a scalar on the device that is not read
-        yet. Writes what was noted when it is time, after the last step and the last that is
-        measured, and if told to `write`; the next step's clock starts after that.
+        yet, and `rate` the learning rate. What was noted is written if that is `due`, after the
+        last step and the last that is measured, and if told to `write`; the next step's clock
+        starts after that.
         """
         meter.step(*tokens)
         self.pending.append((loss, rate))
-        is_last = self.written + len(self.pending) == self.steps
+        is_last = self.steps_written + len(self.pending) == self.steps
         if write or self.due or meter.is_at_end or is_last:
             self.write(meter.flush())
             meter.resume()
@@ -101,69 +106,73 @@ class StepLog:
     def due(self) -> bool:
         """Return whether it is time for `write`."""
         if self.ranks.world > 1:
-            return len(self.pending) >= LOOK_EVERY
-        return time.monotonic() - self.looked >= LOOK_EVERY_S
+            return len(self.pending) >= LOOK_EVERY_STEPS
+        return time.monotonic() - self.looked_at >= LOOK_EVERY_S
 
     def write(self, seconds: list[float]) -> None:
-        """Write the noted steps with their durations; raise NonFiniteLoss if one cannot be excused.
+        """Write the noted steps, which took so many `seconds` each, and say progress if it is time.
+
+        Raises NonFiniteLoss, after writing, for a loss that cannot be excused; RecordError where
+        the file cannot be written.
+        """
+        losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
+        rates = [rate for _, rate in self.pending]
+        first_step = self.steps_written + 1
+        steps = range(first_step, first_step + len(losses))
+        lines = [_line(*values) for values in zip(steps, losses, rates, seconds, strict=True)]
+        self.steps_written += len(lines)
+        phi = noise_scale(self.ranks.stats.noise(self.steps_written - self.begin))
+        if phi:
+            lines[-1]["phi"] = round(phi, 2)
+        self._write_lines(lines, mode="a")
+        self.pending.clear()
+        self._check_losses(first_step, losses)
+        self.looked_at = time.monotonic()
+        self._say_progress(losses[-1])
+
+    def _check_losses(self, first_step: int, losses: list[float]) -> None:
+        """Raise NonFiniteLoss for the first loss that is not finite, if it cannot be excused.
 
         GradScaler is meant to skip steps that overflow in fp16, and halves its scale each time;
         only when it has come down to 1 and the loss still is not finite, the run is lost. In fp32
         there is nothing to skip.
         """
-        lines = []
-        failure = None
-        excused = self.scaler.is_enabled() and self.scaler.get_scale() > 1.0
-        losses = self.ranks.mean(torch.stack([loss for loss, _ in self.pending])).tolist()
-        for loss, (_, rate), taken in zip(losses, self.pending, seconds, strict=True):
-            self.written += 1
-            is_finite = math.isfinite(loss)
-            lines.append(
-                {
-                    "step": self.written,
-                    "loss": loss if is_finite else None,
-                    "lr": rate,
-                    "ms": round(1e3 * taken, 4),
-                }
-            )
-            if not is_finite and not excused and failure is None:
-                failure = NonFiniteLoss(
-                    self.written, f"the weights or --learning-rate give a loss of {loss}"
-                )
-        phi = noise_scale(self.ranks.stats.noise(self.written - self.begin))
-        if phi:
-            lines[-1]["phi"] = round(phi, 2)
-        self._append(lines)
-        self.pending.clear()
-        if failure:
-            raise failure
-        self.looked = time.monotonic()
-        self._say_progress(losses[-1])
+        if self.scaler.is_enabled() and self.scaler.get_scale() > 1.0:
+            return
+        for step, loss in enumerate(losses, first_step):
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(step, f"the weights or --learning-rate give a loss of {loss}")
 
     def _say_progress(self, loss: float) -> None:
         """Say a line of progress, with the last loss, if it is time for one."""
-        if self.compiling and self.written < self.steps:
-            # These steps' time is the compiler's, and foretells nothing.
+        is_last = self.steps_written == self.steps
+        if self.compiling and not is_last:
+            # The time until here is the compiler's, and foretells nothing: the rate that is said
+            # counts from now.
             self.compiling = False
-            self.reported = self.written
-            self.reported_at = self.looked
-        is_tenth = self.written - self.reported >= self.steps / 10
-        is_last = self.written == self.steps
-        is_late = self.looked - self.reported_at >= SAY_EVERY_S
-        if not (is_tenth or is_last or is_late):
+            self.steps_said = self.steps_written
+            self.said_at = self.looked_at
             return
-        s_per_step = (self.looked - self.reported_at) / (self.written - self.reported)
-        taken = tqdm.format_interval(self.looked - self.started)
-        left = tqdm.format_interval((self.steps - self.written) * s_per_step)
+        steps = self.steps_written - self.steps_said
+        seconds = self.looked_at - self.said_at
+        if not (is_last or steps >= self.steps / 10 or seconds >= SAY_EVERY_S):
+            return
+        s_per_step = seconds / steps
+        taken = tqdm.format_interval(self.looked_at - self.started_at)
+        left = tqdm.format_interval((self.steps - self.steps_written) * s_per_step)
         self.say(
-            f"{self.label}: step {self.written}/{self.steps}, loss {loss:.3f}, "
-            f"{self.samples / s_per_step:.0f} samples/s, {taken} so far, {left} left"
+            f"{self.label}: step {self.steps_written}/{self.steps}, loss {loss:.3f}, "
+            f"{self.samples_per_step / s_per_step:.0f} samples/s, {taken} so far, {left} left"
         )
-        self.reported = self.written
-        self.reported_at = self.looked
+        self.steps_said = self.steps_written
+        self.said_at = self.looked_at
 
-    def _append(self, lines: list[dict], mode: str = "a") -> None:
-        """Write lines, if this is the first process. Raises RecordError where it cannot."""
+    def _write_lines(self, lines: list[dict], mode: str) -> None:
+        """Write lines to the file, if this is the first process.
+
+        `mode` is that of `open`: "w" replaces what is in the file, and "a" adds to it. Raises
+        RecordError where the file cannot be written.
+        """
         if not self.ranks.first:
             return
         try:
@@ -171,3 +180,13 @@ class StepLog:
                 stream.writelines(json.dumps(line) + "\n" for line in lines)
         except OSError as problem:
             raise RecordError(f"cannot write {self.path}: {problem.strerror}") from problem
+
+
+def _line(step: int, loss: float, rate: float, seconds: float) -> dict:
+    """Return the line of a step. A loss that is not finite, which JSON does not have, is None."""
+    return {
+        "step": step,
+        "loss": loss if math.isfinite(loss) else None,
+        "lr": rate,
+        "ms": round(1e3 * seconds, 4),
+    }

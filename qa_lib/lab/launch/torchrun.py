@@ -1,9 +1,9 @@
 """One run in several processes: torchrun starts them and ends them together.
 
-`run_processes` starts `supervise` in a process of its own, which is torchrun itself. It starts each
-of the run's processes (`be_rank` in child.py). A process that fails leaves a fault in the run's
-folder; one that a signal has killed leaves none. The record says which failed first. Where torchrun
-is started by hand, the first process reads the faults for that (run/recording.py).
+`run_processes` starts a process that is torchrun (`supervise`), and that one starts each of the
+run's processes (`be_rank` in child.py). A process that fails leaves a file in the run's folder, its
+fault; one that a signal has killed leaves none. The record says which failed first: `record_fault`
+writes it, and where torchrun is started by hand the first process does (run/recording.py).
 
 Over several hosts that share the runs folder, torchrun is given the same command line on each of
 them. The first process writes the record. This is a job of Slurm on two nodes of four GPUs:
@@ -18,10 +18,10 @@ them. The first process writes the record. This is a job of Slurm on two nodes o
         --rdzv-conf join_timeout=40,read_timeout=20 \\
         -m qa_lib run P-one-bucket --preset bench --world 8
 
-Without Slurm, start by hand on each host what `srun` starts, with one of them as "$head". The last
-line but one is for hosts that never meet. torchrun then ends within a minute. Its last line says
-RendezvousTimeoutError where the others did not come, or RendezvousConnectionError where the first
-was not found.
+Without Slurm, start by hand on each host what `srun` starts, with one of them as "$head". The
+option --rdzv-conf is for hosts that never meet: torchrun then ends within a minute. Its last line
+says RendezvousTimeoutError where the others did not come, or RendezvousConnectionError where the
+first was not found.
 
 Hosts may leave and come back with `--nnodes 1:2`. Then last_call_timeout=10 stands beside the other
 two: else torchrun waits half a minute for more hosts, and join_timeout is over by then. When one
@@ -45,9 +45,8 @@ from qa_lib.run.recording import fault_path, faults, first_fault
 from qa_lib.signals import stopped_by
 from qa_lib.spec.spec import Spec
 
-STOPPED = (
-    "killed"  # kind of the error of a run that a signal has stopped, as recording.py writes it
-)
+# The kind of the error of a run that was stopped by a signal, as recording.py writes it.
+STOPPED = "killed"
 # Seconds for the first process to write its record; torchrun itself kills after 30 s what does not
 # end.
 GRACE_S = 45
@@ -65,15 +64,7 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         # So that processes that die before their first line leave no older result standing.
         entry = record.new_record(spec, environment())
         record.write_record(run_dir, entry | {"status": record.STARTING})
-    threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
-    process = subprocess.Popen(
-        child_command(Work.SUPERVISE, spec, runs),
-        env=child_env(threads=threads),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    process = _start_torchrun(spec, runs)
     driver = surroundings()
     reason = "its processes ended before the run did"
     try:
@@ -90,12 +81,34 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         raise
     finally:
         kill(process)
-        with record.lock(run_dir):
-            entry = record.read_record(run_dir)
-            # They were stopped, or have left it as it was.
-            if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
-                record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
+        entry = _ended_record(run_dir, reason)
     return record.with_result(entry)
+
+
+def _start_torchrun(spec: Spec, runs: str | Path) -> subprocess.Popen:
+    """Start the process that supervises those of a spec; its output is theirs, line by line."""
+    threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
+    return subprocess.Popen(
+        child_command(Work.SUPERVISE, spec, runs),
+        env=child_env(threads=threads),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+
+
+def _ended_record(run_dir: Path, reason: str) -> dict:
+    """Return the record of a run whose processes have all ended.
+
+    Where they have not written how it ended, or only that a signal stopped them, it now says that
+    the run was killed for this `reason`.
+    """
+    with record.lock(run_dir):
+        entry = record.read_record(run_dir)
+        if entry["status"] not in record.TERMINAL or entry["error"]["kind"] == STOPPED:
+            record.finish(run_dir, entry, "killed", {"kind": STOPPED, "message": reason})
+    return entry
 
 
 def supervise(spec: Spec, runs: str) -> None:
@@ -108,8 +121,8 @@ def supervise(spec: Spec, runs: str) -> None:
     from torch.distributed.run import main as torchrun
 
     run_dir = Path(runs) / spec.run_path
-    for old in faults(run_dir):
-        old.unlink()
+    for old_fault in faults(run_dir):
+        old_fault.unlink()
     _python, *words = child_command(Work.RANK, spec, runs)  # torchrun adds the Python
     try:
         torchrun(["--standalone", "--nproc-per-node", str(spec.world), *words])
@@ -122,30 +135,32 @@ def supervise(spec: Spec, runs: str) -> None:
 
 
 def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
-    """Put into the record which process failed first, by rank, and why.
+    """Put into the record which process failed first, and why, and remove the faults.
 
-    A process that a signal has ended leaves no fault; of the others each has left its fault and the
-    time of it. One that has left a fault may be ended by a signal as well: PyTorch aborts where it
-    cannot tidy up after an error of CUDA.
+    `exit_codes` are those of processes that failed, by rank; that of a process which a signal has
+    ended is the signal's number below 0. A process that a signal has ended without a fault of its
+    own is told of, rather than the first fault: the others may have failed because it was gone. But
+    a lack of memory is told before all. One that has left a fault may be ended by a signal as well:
+    PyTorch aborts where it cannot tidy up after an error of CUDA.
     """
-    outcome = first_fault(run_dir)
+    fault = first_fault(run_dir)
     left_a_fault = {rank for rank in exit_codes if fault_path(run_dir, rank).exists()}
-    for old in faults(run_dir):
-        old.unlink()
+    for file in faults(run_dir):
+        file.unlink()
     # torchrun stops by SIGTERM the processes whose peer has failed.
     not_stopped = {rank: code for rank, code in exit_codes.items() if code != -signal.SIGTERM}
     killed = {
         rank: code for rank, code in not_stopped.items() if code < 0 and rank not in left_a_fault
     }
-    ran_out_of_memory = outcome is not None and outcome["status"] == "oom"
-    if outcome is None or (killed and not ran_out_of_memory):
+    ran_out_of_memory = fault is not None and fault["status"] == "oom"
+    if fault is None or (killed and not ran_out_of_memory):
         rank, code = min((killed or not_stopped or exit_codes).items())
-        outcome = {"status": "killed", "error": _ended(rank, spec.world, code)}
+        fault = {"status": "killed", "error": _error_without_fault(rank, spec.world, code)}
     with record.lock(run_dir):
-        record.finish(run_dir, record.read_record(run_dir), outcome["status"], outcome["error"])
+        record.finish(run_dir, record.read_record(run_dir), fault["status"], fault["error"])
 
 
-def _ended(rank: int, world: int, code: int) -> dict:
+def _error_without_fault(rank: int, world: int, code: int) -> dict:
     """Return the error of a process that has ended with an exit code, and left no fault."""
     if code < 0:
         kind = signal.Signals(-code).name

@@ -188,14 +188,9 @@ def faster(
     for name in variants:
         for size in sizes:
             value, half = measured.ratio(name, parent or VARIANTS[name].parent, size)
-            words.append(f"{name} {_times(value, half)}" + f" at {size}" * (len(sizes) > 1))
+            words.append(f"{name} {factor(value, half)}" + f" at {size}" * (len(sizes) > 1))
             signs.append(judged(value, half, low, math.inf))
     return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", all_of(signs))
-
-
-def _times(value: float, half: float = math.nan) -> str:
-    """Return a ratio as '×1.41 ± 0.09'."""
-    return f"×{number(value, half)}" if not math.isnan(value) else MISSING
 
 
 def leaner(ratios: dict[str, float], high: float) -> Found:
@@ -442,7 +437,7 @@ def _near(measured: Measured, variant: str, parent: str, theirs: float) -> Found
     if math.isnan(value):
         return Found(NOT_MEASURED, CANNOT_TELL)
     sign = judged(value, half, (1 - NEAR) * theirs, (1 + NEAR) * theirs)
-    return Found(_times(value, half), sign)
+    return Found(factor(value, half), sign)
 
 
 def _as_theirs(measured: Measured, variant: str, theirs: float, column: str) -> Found:

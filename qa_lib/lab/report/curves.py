@@ -36,7 +36,7 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     - batch: samples of a step, 0 where a step is one micro-batch or was asked for in tokens
     - gib: the peak of memory
     - states: GiB of weights, gradients and optimizer
-    - predicted: GiB, where `predicted` has each run's MiB by memory_estimate.predicted
+    - predicted: GiB, where `predicted` has each run's MiB by memory_estimate.predicted_peaks
     - speed: samples/s
     - tokens: those that are computed in a micro-batch
     - params, grads, optimizer: MiB

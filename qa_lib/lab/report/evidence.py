@@ -79,8 +79,9 @@ IDENTITY = (
     "task.name",
     "task.metric",
 )
-# Columns that begin so and may differ, since an axis holds them. The stride follows from the
-# length, and an answer's length from tokenizer and data where a preset does not ask for one.
+# Columns that begin as IDENTITY has it and may differ all the same: an axis holds them, or they
+# follow from one that does. The stride follows from the length, and an answer's length from
+# tokenizer and data where a preset does not ask for one.
 OF_AXES = (
     LENGTH,
     "spec.preset.stride",
@@ -96,7 +97,7 @@ OF_AXES = (
 FULL_SAMPLES = 131_754
 FULL_EPOCHS = 3
 
-# A run that compiled for less found its code compiled by an earlier run of the same process.
+# A run that compiled for fewer seconds found its code compiled by an earlier run of its process.
 COLD_COMPILE_S = 1.0
 
 
@@ -219,32 +220,41 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Return the runs of one group that count, sorted by when they began.
 
     Of each variant, seed, data and value of the axes the newest run that ended ok counts, or the
-    newest of all where none did. Runs that did not end ok are left out where they differ in
-    IDENTITY from those that did, for example by their data.
+    newest of all where none did. All that ended ok must agree in IDENTITY. A run that did not is
+    left out where it differs from them, for example by its data.
 
-    Raises NotMeasured for a group without records.
-    Raises ReportError for one whose runs differ in what they should share.
+    Raises NotMeasured for a group without records, and ReportError for one whose runs do not agree.
     """
     chosen = runs[runs["group"] == group]
     if chosen.empty:
         known = ", ".join(sorted(set(runs["group"]))) or "none; make quickstart makes cpu-smoke"
         raise NotMeasured(f"group {group!r} has no records (groups with records: {known})")
-    chosen = chosen.assign(done=chosen["status"] == "ok")
-    chosen = chosen.sort_values(["done", "time.started", "run_id"])
-    what_is_repeated = ["spec.variant", "spec.seed", "data.sha256", *AXES]
-    chosen = chosen.drop_duplicates(what_is_repeated, keep="last")
-    compared = chosen[chosen["done"]] if chosen["done"].any() else chosen
-    shared = [name for name in chosen if name.startswith(IDENTITY) and name not in OF_AXES]
-    is_comparable = pd.Series(True, chosen.index)
-    for column in shared:
+    newest = _newest(chosen)
+    is_ok = newest["status"] == "ok"
+    # Where none ended ok, all are compared with each other.
+    compared = newest[is_ok] if is_ok.any() else newest
+    must_agree = [name for name in newest if name.startswith(IDENTITY) and name not in OF_AXES]
+    is_comparable = pd.Series(True, newest.index)
+    for column in must_agree:
         _check_equal(compared, column, group)
-        is_comparable &= chosen[column].isin(compared[column])
-    chosen = chosen[is_comparable]
-    return chosen.drop(columns="done").sort_values(["time.started", "run_id"], ignore_index=True)
+        is_comparable &= newest[column].isin(compared[column])
+    return newest[is_comparable].sort_values(["time.started", "run_id"], ignore_index=True)
+
+
+def _newest(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return of runs that repeat each other the newest that ended ok, else the newest of all."""
+    # Those that ended ok are sorted to the end, so that the last of equal ones is one of them.
+    is_ok = runs["status"] == "ok"
+    by_age = runs.assign(is_ok=is_ok).sort_values(["is_ok", "time.started", "run_id"])
+    what_is_repeated = ["spec.variant", "spec.seed", "data.sha256", *AXES]
+    return by_age.drop_duplicates(what_is_repeated, keep="last").drop(columns="is_ok")
 
 
 def _check_equal(runs: pd.DataFrame, column: str, group: str) -> None:
-    """Raise ReportError if a column differs among runs of a group, which are sorted by age."""
+    """Raise ReportError if a column differs among runs of a group.
+
+    They come in the order in which they began; the message names one that differs from the first.
+    """
     is_as_the_oldest = runs[column].isin(runs[column].head(1))
     if is_as_the_oldest.all():
         return
@@ -257,8 +267,8 @@ def _check_equal(runs: pd.DataFrame, column: str, group: str) -> None:
     )
 
 
-def select_or_none(runs: pd.DataFrame, group: str) -> pd.DataFrame:
-    """Return what `select` does, and no runs for a group without records."""
+def select_or_empty(runs: pd.DataFrame, group: str) -> pd.DataFrame:
+    """Return what `select` does, and for a group without records a DataFrame without rows."""
     if (runs["group"] == group).any():
         return select(runs, group)
     return runs[:0]
@@ -319,8 +329,8 @@ def purpose(runs: pd.DataFrame) -> str:
 def runs_at_preset(runs: pd.DataFrame, group: str, preset: str) -> pd.DataFrame:
     """Return the runs that count at a preset on the hardware of a group, empty where none are.
 
-    They may be of another task than the group's. Tries of a search never count, since each has
-    settings of its own.
+    The preset says the task, which may be another than the group's. Tries of a search never count,
+    since each has settings of its own.
     """
     hardware = runs.loc[runs["group"] == group, "spec.hardware"]
     found = _outside_searches(runs, preset)
@@ -377,8 +387,7 @@ def judging_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
 
 def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the largest part of some runs, or lines of `summary`, that agree in all axes but the
-    micro-batch.
+    """Return the most runs, or lines of `summary`, that agree in all axes but the micro-batch.
 
     The micro-batch may differ, since it changes speed and memory alone, and readers choose it.
     """
@@ -388,8 +397,10 @@ def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def largest_micro_batch(table: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs or lines of the usual conditions at the largest micro-batch, which keeps the
-    GPU busiest."""
+    """Return those of the `usual_conditions` with the largest micro-batch.
+
+    It keeps the GPU busiest.
+    """
     usual = usual_conditions(table)
     return usual[usual["micro_batch"] == usual["micro_batch"].max()]
 
@@ -405,10 +416,11 @@ def found_compiled(runs: pd.DataFrame) -> pd.Series:
     return was_cached | (told["time.compile_s"].astype(float) < COLD_COMPILE_S)
 
 
-def timed_on_other_days(runs: pd.DataFrame) -> list[str]:
-    """Return the variants all of whose timed runs are of other code than the baseline's.
+def timed_with_other_code(runs: pd.DataFrame) -> list[str]:
+    """Return the variants of which no timed run is of code that a timed run of the baseline is of.
 
-    Such runs are of another day, and perhaps of a host that launches kernels faster or slower.
+    Such runs were made on another day, and perhaps on a host that launches kernels faster or
+    slower. Without a timed baseline there are none.
     """
     timed = runs[runs["speed.samples_per_s"].notna()]
     code_of_baseline = timed.loc[timed["spec.variant"] == baseline(runs), "code"]
@@ -449,7 +461,10 @@ def trains_all(variants: pd.Series) -> pd.Series:
 
 
 def table_order(names: pd.Index | pd.Series) -> pd.Index | pd.Series:
-    """Return the key that sorts names of variants as the variants table has them, unknown last."""
+    """Return keys by which names sort in the order of the variants table, unknown names last.
+
+    pandas takes this function as the `key` of its sorting.
+    """
     places = {name: place for place, name in enumerate(VARIANTS)}
     return names.map(lambda name: (places.get(name, len(places)), name))
 
@@ -462,7 +477,8 @@ def in_table_order(table: pd.DataFrame) -> pd.DataFrame:
 def commits(runs: pd.DataFrame) -> str:
     """Return the versions of the code that runs are of: 'a1b2c3d, e4f5a6b with changes'.
 
-    Commits between which the code is equal are one version, and the first of them names it.
+    Commits between which the code is equal are one version, which has the name of that commit whose
+    hash sorts first.
     """
     names = runs["code.commit"].fillna("unknown").str[:7]
     is_changed = runs["code.dirty"].eq(True)

@@ -21,6 +21,7 @@ from qa_lib.lab.report.stats import LEVEL, by_seed, interval
 from qa_lib.lab.report.tables import compact, markdown
 from qa_lib.lab.report.techniques import TECHNIQUES, source_of
 from qa_lib.lab.report.variants_table import caption, headline_table, lead, source
+from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.variants import VARIANTS
 
@@ -244,7 +245,6 @@ def cards_table() -> pd.DataFrame:
     It is what lab/search/recommend.py chooses with everything installed. Imports torch, which
     predicts the memory.
     """
-    from qa_lib.lab.search.memory_estimate import gpu_of
     from qa_lib.lab.search.recommend import choose
 
     named = facts.cards().dropna(subset="card")

@@ -65,7 +65,8 @@ def average(values: pd.DataFrame, keys: Iterable) -> pd.DataFrame:
 def summary(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a group's runs averaged over seeds: a line for each variant and value of the AXES.
 
-    Lines are in the order of the variants table. Columns:
+    Lines with the same values of the AXES stand together, sorted by these, and among them those of
+    variants are in the order of the variants table. Columns:
 
     - variant, AXES, TASK, family, change, status, note
     - n: runs that ended ok; the columns below are means over them
@@ -90,41 +91,56 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
-    """Return the columns of `summary` that are numbers, indexed by cell and variant."""
-    keys = pd.MultiIndex.from_frame(done[["cell", "variant", "spec.seed"]])
+    """Return the columns of `summary` that are numbers, indexed by cell and variant.
+
+    `done` are the runs that ended ok, and `base_name` is the baseline.
+    """
+    of_line = ["cell", "variant"]
+    keys = pd.MultiIndex.from_frame(done[[*of_line, "spec.seed"]])
     values = _measured(done).set_index(keys)
     is_base = values.index.get_level_values("variant") == base_name
     base = values[is_base].droplevel("variant")
 
     same_seed = base.reindex(values.index.droplevel("variant")).set_axis(values.index)
     values["delta"] = values["score"] - same_seed["score"]
-    values["ratio"] = values["samples_per_s"] / same_seed["samples_per_s"]
-    values["paired"] = values.index.droplevel("variant").isin(base.index).astype(float)
+    values["ratio_of_seed"] = values["samples_per_s"] / same_seed["samples_per_s"]
+    base_has_seed = pd.Series(values.index.droplevel("variant").isin(base.index), values.index)
 
-    lines = average(values, ["cell", "variant"])
+    lines = average(values, of_line)
     base_lines = average(base, ["cell"]).reindex(lines.index, level="cell")
-    # A ratio is of the means of all seeds, and its interval of ratios of equal seeds.
     lines["ratio"] = lines["samples_per_s"] / base_lines["samples_per_s"]
-    lines["ratio±"] = lines["ratio±"].where(lines["paired"] == 1)
+    # The ratio is of means over all seeds, but its interval is that of the ratios of equal seeds,
+    # and would be of fewer runs than the ratio where the baseline lacks one of the seeds.
+    base_has_all_seeds = base_has_seed.groupby(level=of_line).all()
+    lines["ratio±"] = lines["ratio_of_seed±"].where(base_has_all_seeds)
     lines["kernel_ratio"] = base_lines["kernel_ms"] / lines["kernel_ms"]
+    # The baseline against itself is 1 and 0 in every run, which is no measurement.
     is_base_line = lines.index.get_level_values("variant") == base_name
     lines.loc[is_base_line, ["ratio±", "delta±"]] = math.nan
 
-    # The longest one found the least compiled.
-    warm_compile_s = values["warm_compile_s"].groupby(level=["cell", "variant"]).max()
-    lines["warm_compile_s"] = warm_compile_s
+    # Not the mean: the longest compilation is that of the run which found the least compiled.
+    lines["warm_compile_s"] = values["warm_compile_s"].groupby(level=of_line).max()
+    lines["break_even"] = _break_even(lines, base_lines)
+    return lines.drop(columns=["ratio_of_seed", "ratio_of_seed±"])
+
+
+def _break_even(lines: pd.DataFrame, base_lines: pd.DataFrame) -> pd.Series:
+    """Return the optimizer steps after which quicker steps have made up for a line's compilation.
+
+    `base_lines` has the baseline's line for each of `lines`. The steps are inf for a line that is
+    no quicker than the baseline, and NaN for one without a compilation or without step times.
+    """
     saved_s = (base_lines["step_ms"] - lines["step_ms"]) / 1e3
-    break_even = (lines["compile_s"] / saved_s).mask(saved_s <= 0, math.inf)
-    lines["break_even"] = break_even.where(lines["compile_s"].notna())
-    return lines.drop(columns=["paired", "paired±"])
+    steps = (lines["compile_s"] / saved_s).mask(saved_s <= 0, math.inf)
+    return steps.where(lines["compile_s"].notna())
 
 
 def _measured(runs: pd.DataFrame) -> pd.DataFrame:
     """Return MEASURES, score, mfu and warm_compile_s of runs that ended ok, a row for each.
 
-    What an earlier run has compiled is not this one's price: compile_s is of runs that found
-    nothing compiled, and warm_compile_s of the others. A resumed run timed only its last part, and
-    has neither, nor wall_s.
+    The seconds of compilation stand in one of two columns: in compile_s for a run that compiled
+    all by itself, and in warm_compile_s for one that found what an earlier run had compiled. A run
+    that was resumed has neither, and no wall_s: its times are of its last part alone.
     """
     metric = f"quality.{runs['task.metric'].iloc[0]}" if len(runs) else "quality.f1"
     values = numbers(runs, MEASURES | {"score": metric})
@@ -141,10 +157,13 @@ def _measured(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _described(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the words of `summary`, AXES and TASK, indexed by cell and variant."""
+    """Return AXES, TASK and the words of `summary`, indexed by cell and variant.
+
+    The words are the columns family, change, status and note.
+    """
     keys = ["cell", "variant"]
     described = runs.drop_duplicates(keys).set_index(keys)[[*AXES, *TASK]]
-    # Without the hundreds of other columns, of which each part would be a copy.
+    # Each part is a copy, so that the hundreds of columns which no word needs are dropped first.
     parts = [part for _, part in runs[[*keys, *OF_NOTE]].groupby(keys, sort=False)]
     names = described.index.get_level_values("variant")
     return described.assign(
@@ -183,28 +202,38 @@ def _note(runs: pd.DataFrame) -> str:
 
 
 def change(variant: str, ancestor: str | None = None) -> str:
-    """Return what a variant changes, as its parent and the one setting: 'A1 + attention: sdpa'.
+    """Return in words how a variant differs from its `ancestor`, which is its parent unless given.
 
-    Where an earlier `ancestor` is given, the text is that and every setting between them. It is
-    'baseline' for a variant without a parent, and '–' for one that is unknown.
+    The words are the ancestor and the settings that differ: 'A1 + attention: sdpa'. A task's
+    baseline is marked as such: 'baseline', or 'baseline (A1 + precision: fp32)' where it has a
+    parent. The words are '–' for a variant that is unknown, as in records of other code.
     """
-    found = VARIANTS.get(variant)
-    if found is None:
+    if variant not in VARIANTS:
         return MISSING
-    if found.parent is None:
+    parent = VARIANTS[variant].parent
+    if parent is None:
         return "baseline"
-    ancestor = ancestor or found.parent
-    changed = dict(found.change)
-    while found.parent != ancestor:
-        found = VARIANTS[found.parent]
-        changed = found.change | changed  # what a later variant sets counts
-    before = VARIANTS[ancestor].settings
-    parts = [ancestor]
-    for setting, value in changed.items():
-        if value != getattr(before, setting):
-            parts.append(f"{setting}: {value}")
-    text = " + ".join(parts)
+    ancestor = ancestor or parent
+    text = " + ".join([ancestor, *_settings_changed(variant, ancestor)])
     return f"baseline ({text})" if variant in BASELINES.values() else text
+
+
+def _settings_changed(variant: str, ancestor: str) -> list[str]:
+    """Return the settings in which a variant differs from an ancestor, each as 'NAME: VALUE'.
+
+    They come in the order in which the variants between the two set them first.
+    """
+    changed = {}
+    name = variant
+    while name != ancestor:
+        changed = VARIANTS[name].change | changed  # what a later variant sets counts
+        name = VARIANTS[name].parent
+    before = VARIANTS[ancestor].settings
+    return [
+        f"{setting}: {value}"
+        for setting, value in changed.items()
+        if value != getattr(before, setting)
+    ]
 
 
 def columns(score: str, base: str) -> list[Column]:

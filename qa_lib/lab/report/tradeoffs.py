@@ -61,7 +61,7 @@ def trained_alike(every: pd.DataFrame, group: str, variant: str) -> pd.DataFrame
     `every` are the runs of all groups. Columns beside theirs: score, SIZES, depth, perplexity and
     rates, the learning rates that were tried.
     """
-    own = evidence.select_or_none(every, group)
+    own = evidence.select_or_empty(every, group)
     task = own["task.name"].iloc[0] if len(own) else "lm"
     column, _ = SCORES[task]
     is_scored = own["status"].eq("ok") & own[column].notna()

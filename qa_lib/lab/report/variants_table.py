@@ -82,7 +82,7 @@ def source(runs: pd.DataFrame) -> str:
         "interval."
     )
     on_other_days = [
-        name for name in evidence.timed_on_other_days(shown) if name in tagged("headline")
+        name for name in evidence.timed_with_other_code(shown) if name in tagged("headline")
     ]
     if not on_other_days:
         return sentence

@@ -5,9 +5,10 @@ import argparse
 import pandas as pd
 
 from qa_lib.lab.cli.options import variants_of
-from qa_lib.lab.search.memory_estimate import estimate, gpu_of, unpredicted
+from qa_lib.lab.search.memory_estimate import estimate, why_unpredicted
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.squad_lengths import SquadLengths
+from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.presets import find_preset
 from qa_lib.spec.spec import Spec
 
@@ -36,7 +37,7 @@ def main(args: argparse.Namespace) -> int:
     for spec in specs:
         if spec.chosen:
             print(spec.adjusted[0])
-        why_not = spec.skip or unpredicted(spec)
+        why_not = spec.skip or why_unpredicted(spec)
         if why_not:
             print(f"{spec.variant}: {why_not}")
         else:

@@ -2,7 +2,7 @@
 
 `StepMemory` (step_memory.py) adds up the bytes. Here they become a table of MiB (`estimate`), a
 number of GiB to choose variants and sizes by (`MemoryNeeds`), and peaks to compare with measured
-ones (`predicted`).
+ones (`predicted_peaks`).
 """
 
 import pandas as pd
@@ -14,7 +14,7 @@ from qa_lib.lab.search.squad_lengths import SquadLengths
 from qa_lib.lab.search.step_memory import LIBRARIES_MIB, StepMemory, config_of
 from qa_lib.measure.meter import MIB
 from qa_lib.model.architectures import find_encoder
-from qa_lib.spec.machine import CONTEXT_GIB, Machine
+from qa_lib.spec.machine import CONTEXT_GIB, gpu_of
 from qa_lib.spec.presets import Preset
 from qa_lib.spec.rules import adjust
 from qa_lib.spec.settings import Settings
@@ -31,7 +31,7 @@ USABLE = 0.9
 TOLERANCE = 0.02
 
 
-def unpredicted(spec: Spec) -> str | None:
+def why_unpredicted(spec: Spec) -> str | None:
     """Return why the memory of a spec cannot be predicted, in words; None if it can."""
     why = "what {} keeps for its backward pass is not predicted"
     if spec.settings.qat != "none":
@@ -52,13 +52,13 @@ def estimate(spec: Spec, samples=None) -> dict:
     reserved_mib and phase. The lengths of `samples` decide how large a packed micro-batch is.
     Without `samples` the spec's own data are read for that.
 
-    Raises UserError for a spec without a GPU, and for what is `unpredicted`.
+    Raises UserError for a spec without a GPU, and for one that `why_unpredicted` has a reason for.
     """
     if spec.hardware == "cpu":
         raise UserError(
             f"{spec.variant}: the estimate is of GPU memory, and this one is planned for a CPU"
         )
-    why = unpredicted(spec)
+    why = why_unpredicted(spec)
     if why:
         raise UserError(f"{spec.variant}: {why}")
     step = StepMemory(spec, tokens_of_micro_batch(spec, samples))
@@ -66,13 +66,13 @@ def estimate(spec: Spec, samples=None) -> dict:
     phases = step.phases()
     phase = max(phases, key=phases.get)
     peak = phases[phase]
-    temporaries = step.start_of_backward() - activations
+    beside_activations = step.start_of_backward() - activations
     sizes = {
         "params": step.weights(),
         "grads": step.gradients(),
         "optimizer": step.optimizer(),
         "activations": activations,
-        "workspace": LIBRARIES_MIB * MIB + step.casts() + temporaries,
+        "workspace": LIBRARIES_MIB * MIB + step.casts() + beside_activations,
         "peak": peak,
         "reserved": RESERVED * peak,
     }
@@ -91,14 +91,18 @@ def tokens_of_micro_batch(spec: Spec, samples=None) -> int:
 
 
 class MemoryNeeds:
-    """Predicts how much of a GPU runs take; reads the data that this needs once for each length."""
+    """Predicts how much of a GPU runs take; reads each data set once for each length of windows."""
 
     def __init__(self):
-        self._samples = {}  # by (max_length, stride): samples that had to be read
+        self._samples = {}  # by (data, model, max_length, stride): samples that had to be read
 
     def gib(self, spec: Spec) -> float:
-        """Return the GiB that a run is predicted to take of its GPU; 0 if it is `unpredicted`."""
-        if unpredicted(spec):
+        """Return the GiB that a run is predicted to take of its GPU.
+
+        It is 0 where that cannot be predicted (`why_unpredicted`). Whoever compares it with what is
+        free then takes the run to fit: it may, and is not passed over for want of an estimate.
+        """
+        if why_unpredicted(spec):
             return 0.0
         reserved_mib = estimate(spec, self._samples_of(spec))["reserved_mib"]
         return reserved_mib / 1024 + CONTEXT_GIB
@@ -107,44 +111,28 @@ class MemoryNeeds:
         """Return the samples whose lengths decide; None where every sample has the full length."""
         if spec.settings.padding != "packed":
             return None
-        cut = (spec.preset.max_length, spec.preset.stride)
+        window = (spec.preset.max_length, spec.preset.stride)
         if spec.data_source == "squad_v2":  # its lengths are known without its data
-            return SquadLengths(*cut)
-        if cut not in self._samples:
-            self._samples[cut] = load_data(spec).samples
-        return self._samples[cut]
+            return SquadLengths(*window)
+        key = (spec.data_source, spec.model_source, *window)  # a model has its own tokenizer
+        if key not in self._samples:
+            self._samples[key] = load_data(spec).samples
+        return self._samples[key]
 
 
-def gpu_of(sm: int) -> Machine:
-    """Return a machine with one GPU of compute capability `sm` / 10 and everything installed.
-
-    It stands for the GPU in plans that are made on a machine without one.
-    """
-    return Machine(
-        hardware="gpu",
-        gpus=1,
-        sm=sm,
-        bitsandbytes=True,
-        deepspeed=True,
-        peft=True,
-        torchao=True,
-        compiler=True,
-    )
-
-
-def predicted(runs: pd.DataFrame, model: str = "") -> pd.Series:
+def predicted_peaks(runs: pd.DataFrame, model: str = "") -> pd.Series:
     """Return the peak in MiB that `estimate` gives for runs of `load_runs`, by their index.
 
     `model`, a folder or a name, stands for the model of all runs; without it each run has the model
-    of its record. The peak is NaN for a run on a CPU, for one whose model is not known, for what is
-    `unpredicted`, and where the record's weights and optimizer state take another size than those
-    predicted: it is of another model or of an older optimizer.
+    of its record. The peak is NaN for a run on a CPU, for one whose model is not known, for one
+    that `why_unpredicted` has a reason for, and where the record's weights and optimizer state take
+    another size than those predicted: it is of another model or of an older optimizer.
     """
     peaks = {}
     estimates = {}  # by spec, which is the same for all seeds
     for index, run in runs["run"].items():
         spec = _spec_of_record(run.record, model)
-        if spec.hardware == "cpu" or not spec.model_source or unpredicted(spec):
+        if spec.hardware == "cpu" or not spec.model_source or why_unpredicted(spec):
             continue
         key = repr(spec)
         if key not in estimates:

@@ -4,12 +4,11 @@ No torch is imported unless there is something to choose, or a machine to be loo
 plans without.
 """
 
-import inspect
 import os
 from collections.abc import Sequence
 from functools import partial
 
-from qa_lib.calls import check_names, checked, expect, expect_folder
+from qa_lib.calls import argument_names, check_names, checked, expect, expect_folder
 from qa_lib.run.plan import OWN_NAMES, Several, make_request
 from qa_lib.run.plan import plan as plan_request
 from qa_lib.spec.machine import Machine
@@ -53,7 +52,7 @@ def plan(
     is given, it gets a sentence for sizes that do not go together, as long as their variant has
     others.
     """
-    check_names("plan", own, [*inspect.signature(plan).parameters, *OWN_NAMES])
+    check_names("plan", own, [*argument_names(plan), *OWN_NAMES])
     expect_folder("runs", runs)
     expect(
         "machine",

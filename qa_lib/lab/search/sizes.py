@@ -17,7 +17,7 @@ import numpy as np
 
 from qa_lib.errors import SpecError
 from qa_lib.lab.search.history import committed_records, failed_records, failure_of
-from qa_lib.lab.search.memory_estimate import USABLE, MemoryNeeds, unpredicted
+from qa_lib.lab.search.memory_estimate import USABLE, MemoryNeeds, why_unpredicted
 from qa_lib.records import record
 from qa_lib.records.files import RecordError
 from qa_lib.spec.machine import Machine
@@ -148,7 +148,7 @@ def shared_size(
     every = list(without_seeds.values())
     able = [spec for spec in every if not spec.skip]
     for spec in able:
-        why = unpredicted(spec)
+        why = why_unpredicted(spec)
         if why:
             return SharedSize(
                 reason=f"micro-batch {spec.asked.micro_batch}: the usual one, since {why}; "

@@ -1,14 +1,15 @@
 """How many bytes of a GPU a training step takes, added up piece by piece from the run's spec.
 
 Weights, gradients and optimizer state follow from the model's shapes. What the backward pass needs
-is counted layer by layer, in bytes per token and hidden width: what autograd saves in an eager
-layer under autocast, or what the compiler's partitioner keeps of it. Terms that are measured and
-not derived say so. A variant that pads to the longest of a batch is taken to meet one of full
-length.
+is counted layer by layer: what autograd saves in an eager layer under autocast, or what the
+compiler's partitioner keeps of it. Terms that are measured and not derived say so. A variant that
+pads to the longest sample of a batch is taken to meet a batch with one of full length.
 
 A language model adds its logits, one for each token and word of the vocabulary. In a small model
 they outweigh the layers.
 """
+
+from collections.abc import Iterable
 
 import torch
 from transformers import BertConfig
@@ -28,9 +29,11 @@ from qa_lib.spec.recipes import Recipe
 from qa_lib.spec.spec import Spec
 
 LIBRARIES_MIB = 100  # measured on one H200: workspaces of cuBLAS, and inputs
-# Bytes per token and hidden width that a recomputed layer keeps of its adapters all the same;
+# Bytes per unit (see StepMemory) that a recomputed layer keeps of its adapters all the same;
 # measured.
 RECOMPUTED_ADAPTERS = 5.5
+# Bytes of Adam's two moments in fp32, for a weight.
+FP32_MOMENTS = 2 * 4
 # Tensors of fewer elements keep 32-bit moments in the 8-bit optimizer.
 SMALL_TENSOR = 4096
 # 4 bits, and a scale in fp32 for every 64 weights (QLoRA).
@@ -43,8 +46,9 @@ STATE_BYTES = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw-master-8bit": 
 class StepMemory:
     """Bytes on a GPU in a training step of a spec, piece by piece.
 
-    Names of sizes: an *element* is one number, and a *unit* is one number for each token of the
-    micro-batch and each of the model's hidden dimensions.
+    An *element* is one number. The *unit* is the elements of one hidden state of every token of the
+    micro-batch: tokens times hidden dimensions. Bytes *per unit* are to be multiplied by it; those
+    of something that is 4 hidden dimensions wide are 4 times the bytes of its element.
     """
 
     def __init__(self, spec: Spec, tokens: int):
@@ -59,7 +63,7 @@ class StepMemory:
         # Gradients pass these layers: from the top down to the lowest part that trains.
         self.passed_layers = layers[len(layers) - layers_passed(self.model) :]
         self.parameters_of_a_layer = list(layers[0].parameters())  # all layers have the same shapes
-        self.in_nf4 = self._quantized_parameters(layers)
+        self.nf4_parameters = self._quantized_parameters(layers)
         self.trained = [
             parameter for parameter in self.model.parameters() if parameter.requires_grad
         ]
@@ -90,7 +94,7 @@ class StepMemory:
 
     def weights(self) -> int:
         """Return the bytes of all weights."""
-        quantized = _elements(self.in_nf4)
+        quantized = _elements(self.nf4_parameters)
         others = _elements(self.model.parameters()) - quantized
         return self.element_bytes * others + round(NF4_BYTES * quantized)
 
@@ -102,7 +106,7 @@ class StepMemory:
         """Return the bytes of Adam's two moments, and of fp32 masters of half-precision weights."""
         if self.settings.optimizer == "adamw-8bit":
             return self._optimizer_in_8_bits()
-        each = STATE_BYTES.get(self.settings.optimizer, 8)
+        each = STATE_BYTES.get(self.settings.optimizer, FP32_MOMENTS)
         if self.settings.optimizer == "adamw":  # its moments have the weights' precision
             each = 2 * self.element_bytes
         return each * _elements(self.trained)
@@ -117,22 +121,26 @@ class StepMemory:
         total = 0
         for parameter in self.trained:
             in_32_bits = parameter.numel() < SMALL_TENSOR or parameter in in_embeddings
-            total += (8 if in_32_bits else 2) * parameter.numel()
+            total += (FP32_MOMENTS if in_32_bits else 2) * parameter.numel()
         return total
 
     # What the forward pass leaves.
 
-    def scores(self) -> int:
-        """Return how many elements of attention scores a layer writes to memory."""
+    def score_elements(self) -> int:
+        """Return how many elements of attention scores a layer writes to memory.
+
+        There are none where a kernel computes attention without writing them.
+        """
         if self.settings.attention != "eager":
             return 0
         return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length
 
     def bias_mask(self) -> int:
-        """Return the bytes of padded samples' mask with a bias of scores by distance, if there is.
+        """Return the bytes of the mask of padded samples that holds a bias of scores by distance.
 
-        All layers share it. The backward pass has its gradient, too, and what a layer adds to that.
-        It is derived, and not measured.
+        They are 0 for an encoder without such a bias, and for packed samples. The mask has an
+        element for each score, and all layers share it. The backward pass has its gradient, too,
+        and what a layer adds to that: three times its size in all. That is derived, not measured.
         """
         if not encoder_of(self.model).relative_bias or self.settings.padding == "packed":
             return 0
@@ -140,19 +148,20 @@ class StepMemory:
         return 3 * self.gemm_bytes * self.tokens * heads * self.spec.preset.max_length
 
     def layer_bytes(self, trained: bool = True) -> float:
-        """Return the bytes that a layer keeps for its backward pass, per unit, without scores.
+        """Return the bytes per unit that a layer keeps for its backward pass, without scores.
 
         A layer that is not `trained` is only passed by gradients.
         """
         recipe = self.spec.recipe
-        dropouts = len(encoder_of(self.model).dropouts)
-        # The inputs of the two layer norms and the dropouts' masks; query, key, value and the
-        # attention's output, which is the input of the next linear layer; the input of GELU, four
-        # times as wide.
-        kept = 2 * self.element_bytes + dropouts * 1 + 4 * self.gemm_bytes + 4 * self.gemm_bytes
+        norm_inputs = 2 * self.element_bytes
+        dropout_masks = len(encoder_of(self.model).dropouts)  # a byte for each element
+        # Query, key, value, and the attention's output, which the next linear layer takes.
+        attention = 4 * self.gemm_bytes
+        gelu_input = 4 * self.gemm_bytes  # it is four times as wide
+        kept = norm_inputs + dropout_masks + attention + gelu_input
         if self.is_causal and not self.is_fused:
-            # GPT-2's GELU is an approximation, written out: its input, tanh of a polynomial, and 1
-            # more than that in fp32, and half of the input as it is.
+            # GPT-2's GELU is an approximation, written out. Beside half of its input it keeps three
+            # more in fp32: the input, tanh of a polynomial of it, and 1 more than that.
             kept += 4 * 3 * 4
         # A compiler that may repeat elementwise work gets these inputs from what else is kept.
         repeats_elementwise = self.settings.activation_checkpointing == "elementwise"
@@ -189,48 +198,49 @@ class StepMemory:
         return 3 * width
 
     def activations(self) -> tuple[float, float]:
-        """Return the bytes that the forward pass leaves for the backward pass.
+        """Return the bytes that the forward pass leaves for the backward pass (kept, largest).
 
-        They are those of the whole model, and those of its largest layer where nothing of it is
-        recomputed.
+        `kept` are those of the whole model. `largest` are those of the layer that keeps the most,
+        counted as if it were not recomputed: `kept` has them once where layers are recomputed.
         """
-        # Softmax in fp32, its dropout in the precision of GEMMs and the mask of that.
+        # The softmax in fp32, what dropout makes of it in the precision of GEMMs, and the mask.
         bytes_per_score = 4 + self.gemm_bytes + 1
         by_layer = []
         for layer in self.passed_layers:
             kept_of_layer = self.layer_bytes(trains(layer)) * self.unit
-            by_layer.append(kept_of_layer + bytes_per_score * self.scores())
+            by_layer.append(kept_of_layer + bytes_per_score * self.score_elements())
         kept = sum(by_layer)
         largest = max(by_layer, default=0)
         if self.recomputes_layers:  # the layers' inputs, and all of one layer at a time
-            each = self.element_bytes
+            input_bytes = self.element_bytes
             if self.spec.recipe.kind == "lora":
-                each += RECOMPUTED_ADAPTERS
-            kept = len(self.passed_layers) * each * self.unit + largest
+                input_bytes += RECOMPUTED_ADAPTERS
+            kept = len(self.passed_layers) * input_bytes * self.unit + largest
         if any(trains(module) for module in embeddings_of(self.model)):
-            # The dropout's mask; in BERT the input of the layer norm and the sum before it as well.
-            kept += (1 if self.is_causal else 9) * self.unit
+            kept += self.unit  # the mask of their dropout
+            if not self.is_causal:
+                # The input of their layer norm, and the sum before it, in fp32.
+                kept += 2 * 4 * self.unit
         return kept + self.bias_mask(), largest
 
     # What the backward pass takes beside that.
 
-    def temporary(self) -> int:
-        """Return the bytes that the start of the backward pass takes beside all that is kept.
-
-        Fused: the gradients of GELU's input and of the residual, and measured, twice as much in a
-        layer that is recomputed, or GELU's output again. Eager: measured in half precision, about
-        three times as much and the gradients of the scores. Weights in 4 bits are made whole anew
-        for every GEMM, one at a time.
-        """
+    def temporaries(self) -> int:
+        """Return the bytes that the start of the backward pass takes beside all that is kept."""
         if self.is_fused:
-            repeated = {False: 0, "elementwise": 8, True: 12}
-            taken = (12 + repeated[self.settings.activation_checkpointing]) * self.unit
+            # The gradients of GELU's input, which is four times as wide, and of the residual.
+            gradients = 4 * 2 + 4
+            # What is computed again: GELU's output, or a whole layer, which was measured.
+            repeated = {False: 0, "elementwise": 4 * 2, True: 12}
+            taken = (gradients + repeated[self.settings.activation_checkpointing]) * self.unit
         else:
-            taken = 34 * self.unit + 2 * self.scores()
+            # Measured in half precision; the second term are the gradients of the scores.
+            taken = 34 * self.unit + 2 * self.score_elements()
+        # Weights in 4 bits are made whole anew for every GEMM, one at a time.
         quantized = [
             parameter.numel()
             for parameter in self.parameters_of_a_layer
-            if parameter in self.in_nf4
+            if parameter in self.nf4_parameters
         ]
         return taken + self.gemm_bytes * max(quantized, default=0)
 
@@ -242,7 +252,9 @@ class StepMemory:
         if self.element_bytes == 2 or self.gemm_bytes == 4:
             return 0
         of_a_layer = 2 * _elements(
-            parameter for parameter in self.parameters_of_a_layer if parameter not in self.in_nf4
+            parameter
+            for parameter in self.parameters_of_a_layer
+            if parameter not in self.nf4_parameters
         )
         of_head = 2 * self.head_weight().numel() if self.is_causal else 0
         copied_layers = 1 if self.recomputes_layers else len(self.passed_layers)
@@ -253,13 +265,13 @@ class StepMemory:
         return self.model.get_submodule(encoder_of(self.model).head).weight
 
     def loss(self) -> int:
-        """Return the bytes that a language model's backward pass begins with.
+        """Return the bytes that a language model's backward pass begins with, before its layers.
 
-        That is before the layers' own work. Compiled, it is the logits, which their gradients write
-        over; under the Trainer, whose compiled model returns the logits, both and zeros in place of
-        a gradient from outside (train/compile.py). Eager, in fp32, it is the logarithms of softmax
-        and the gradients of these and of their input. The inputs of the last layer norm and of the
-        head come to it.
+        They are copies of the logits, and the inputs of the last layer norm and of the head.
+        Compiled, there is one copy, which the gradients are written over. Under the Trainer, whose
+        compiled model returns the logits, there are three: logits, gradients, and zeros in place of
+        a gradient from outside (train/compile.py). Eager, there are three in fp32: the logarithms
+        of softmax, and the gradients of these and of the logits.
         """
         if self.settings.loss != "native":
             return self._loss_in_parts()
@@ -272,7 +284,7 @@ class StepMemory:
         return logits + (self.element_bytes + self.gemm_bytes) * self.unit
 
     def _loss_in_parts(self) -> int:
-        """Return the same where the logits are made in parts (kernels/linear_cross_entropy.py).
+        """Return what `loss` does, for logits made in parts (kernels/linear_cross_entropy.py).
 
         They are the logits of one part, in 8 bits as well where asked for, the gradients of the
         hidden states and of the weight, and the latter's sum in fp32.
@@ -285,7 +297,7 @@ class StepMemory:
     def start_of_backward(self) -> float:
         """Return the most bytes that activations and temporaries take together."""
         kept, largest_layer = self.activations()
-        in_layers = kept + self.temporary()
+        in_layers = kept + self.temporaries()
         if not self.is_causal:
             return in_layers
         # The loss comes before any layer is recomputed.
@@ -345,5 +357,6 @@ def config_of(spec: Spec):
     return model_config(spec.model_source, spec.preset.task)
 
 
-def _elements(parameters) -> int:
+def _elements(parameters: Iterable[torch.nn.Parameter]) -> int:
+    """Return how many elements some parameters have together."""
     return sum(parameter.numel() for parameter in parameters)

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 
-from qa_lib.lab.search.memory_estimate import estimate, gpu_of
+from qa_lib.lab.search.memory_estimate import estimate
 from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.squad_lengths import SquadLengths
+from qa_lib.spec.machine import gpu_of
 
 CAPABILITY = 75  # compute capability x 10
 

@@ -144,7 +144,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
             "adjusted": spec.adjusted,
         },
         "env": hardware.environment(),
-        "time": trace.summary(work, steps.events, steps.step_ms),
+        "time": trace.step_means(work, steps.events, steps.step_ms),
         "memory": memory,
         "ceilings": {
             "matrix_tflops": hardware.matrix_rate(device, DTYPES[spec.settings.precision]),
@@ -160,7 +160,7 @@ def profile(spec: Spec, runs: str | Path, say=print, count: bool = False) -> dic
 
 
 def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
-    """Return trace.summary of a few steady steps, and trace.work of the last of them.
+    """Return trace.step_means of a few steady steps, and trace.work of the last of them.
 
     It is for a picture in a notebook. It holds the GPU meanwhile, since other runs may be timed
     there.
@@ -169,7 +169,7 @@ def steady_step(spec: Spec, data) -> tuple[dict, pd.DataFrame]:
     with hardware.gpu_lock(device, surroundings().shares(device)):
         steps = _profile_time(spec, data, device, warm=SETTLED)
     last_step = steps.work[steps.work["step"] == steps.work["step"].max()]
-    return trace.summary(steps.work, steps.events, steps.step_ms), last_step
+    return trace.step_means(steps.work, steps.events, steps.step_ms), last_step
 
 
 # Training under hooks.

@@ -22,28 +22,19 @@ from qa_lib.run.card import CARD, RESULTS, results_files, write_card
 def push(run_dir: Path, repo: str, public: bool = False, add: bool = False, say=print) -> str:
     """Upload the model that a run has kept to `repo`, as in "me/bert-squad"; return its address.
 
-    `say` is told what else is in the folder, which is not uploaded. A repository that exists is
-    left alone unless `add`, and one that is public unless `public`, too. Raises UserError for a run
-    without a model or whose model is not the one that it saved, without a token, and for what the
-    hub or the network refuses; RunTaken while a process works on the run.
+    The repository is made, private unless `public`. One that exists already is uploaded into with
+    `add` alone, and if it is public with `public` as well. `say` gets a line with the names of what
+    else lies in the folder, which is not uploaded.
+
+    Raises UserError for a run that has kept no model, or another one than it saved, for want of a
+    token, and for what the hub or the network refuses; RunTaken while a process works on the run.
     """
     entry = record.read_record(run_dir)
-    folder = run_dir / "model"
     _check_run(run_dir, entry)
     _check_repo(repo)
-    if not get_token():
-        raise UserError(
-            "no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write"
-        )
+    _check_token()
     with record.lock(run_dir):  # or a run that is done again might replace the model meanwhile
-        writable_folder(folder)
-        weights = inspect_checkpoint(folder).weights
-        if not os.path.lexists(folder / CARD):  # of a run from before there were cards
-            write_card(folder, entry)
-        paths, others = files_to_push(folder, weights)
-        if others:
-            names = ", ".join(path.name for path in others)
-            say(printable(f"not uploaded, since no files of a checkpoint: {names:.200}"))
+        paths = _paths_to_push(run_dir / "model", entry, say)
         try:
             files = {path.name: path for path in paths} | results_files(entry)
             message = f"Add the model of run {entry['run_id']}"
@@ -77,12 +68,37 @@ def _check_repo(repo: str) -> None:
         raise UserError(f"{repo!r} is no name of the hub with its owner, as in me/bert-squad")
 
 
-def files_to_push(folder: Path, weights: list[Path]) -> tuple[list[Path], list[Path]]:
+def _check_token() -> None:
+    """Raise UserError where this user has no token for the hub."""
+    if not get_token():
+        raise UserError(
+            "no token for the hub: type `hf auth login`, or set HF_TOKEN to one that may write"
+        )
+
+
+def _paths_to_push(folder: Path, entry: dict, say) -> list[Path]:
+    """Return the files of a run's model that are uploaded, after writing its card if it has none.
+
+    `say` gets the names of what else is in the folder. Raises UserError for a folder that is no
+    whole checkpoint, is not what its SHA256SUMS say, or is a link or has one in the checkpoint.
+    """
+    writable_folder(folder)
+    weights = inspect_checkpoint(folder).weights
+    if not os.path.lexists(folder / CARD):  # of a run from before there were cards
+        write_card(folder, entry)
+    paths, others = _sorted_out(folder, weights)
+    if others:
+        names = ", ".join(path.name for path in others)
+        say(printable(f"not uploaded, since no files of a checkpoint: {names:.200}"))
+    return paths
+
+
+def _sorted_out(folder: Path, weights: list[Path]) -> tuple[list[Path], list[Path]]:
     """Return the files of a model's folder that are uploaded, and what else is in it.
 
-    The former are what a checkpoint with such weights has, and the card; the latter are links,
-    folders, and files of other names. Raises UserError where a file of the checkpoint is a link,
-    without which it would not be whole.
+    The former are the card and the files that a checkpoint with these `weights` may have; the
+    latter are links, folders, and files of other names. Raises UserError where a file of the
+    checkpoint is a link, without which it would not be whole.
     """
     checkpoint = {*(path.name for path in weights), *SAVED}
     files = []
@@ -95,7 +111,7 @@ def files_to_push(folder: Path, weights: list[Path]) -> tuple[list[Path], list[P
         is_file = path.is_file() and not path.is_symlink()
         if is_file and path.name in {*checkpoint, CARD}:
             files.append(path)
-        elif path.name != RESULTS:  # made anew of the record
+        elif path.name != RESULTS:  # `results_files` makes it anew
             others.append(path)
     return files, others
 
@@ -103,7 +119,11 @@ def files_to_push(folder: Path, weights: list[Path]) -> tuple[list[Path], list[P
 def _upload(
     files: dict[str, Path | bytes], repo: str, public: bool, add: bool, message: str
 ) -> str:
-    """Commit files, by their paths there, to a repository, which is made if need be."""
+    """Commit files to a repository, which is made if need be, and return its address.
+
+    `files` are paths, or contents, by their paths in the repository. Raises UserError for a
+    repository that exists and that `add` and `public` do not ask for.
+    """
     api = HfApi()
     try:
         api.create_repo(repo, private=not public)
@@ -122,11 +142,11 @@ def _upload(
 
 
 def _reason(problem: Exception) -> str:
-    """Return in words why an upload has failed, and what to do."""
+    """Return in words why the hub or the network failed, and what to do."""
     if isinstance(problem, HfHubHTTPError) and problem.response.status_code in (401, 403):
         return "the hub refuses the token: type `hf auth login`, with one that may write there"
     said = f"{type(problem).__name__}: {first_line(problem):.160}"
-    return f"{said} (give it again with --add where it has begun)"
+    return f"{said} (to try again where the repository has been made by now, give --add)"
 
 
 def main(args: argparse.Namespace) -> int:

@@ -9,13 +9,13 @@ from qa_lib.spec.variants import VARIANTS, Variant
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the table of variants, or all their settings as JSON."""
+    """Print the table of variants, or with --json all that is known of them."""
     if args.json:
-        print(json.dumps([as_json(variant) for variant in VARIANTS.values()], indent=1))
+        print(json.dumps([_all_of(variant) for variant in VARIANTS.values()], indent=1))
         return 0
-    print(f"{'variant':25}{'parent':25}{'GPU':5}change, and why below it")
+    print(_line("variant", "parent", "GPU", "change, and why below it"))
     for variant in VARIANTS.values():
-        print(two_lines(variant))
+        print(_two_lines(variant))
     print(
         "GPU: the compute capability from which GPUs run it: "
         "a T4 has 7.5, an A100 8.0, an H100 9.0."
@@ -23,17 +23,27 @@ def main(args: argparse.Namespace) -> int:
     return 0
 
 
-def two_lines(variant: Variant) -> str:
+def _line(name: str, parent: str, gpu: str, change: str) -> str:
+    """Return a line of the table, its columns at their places."""
+    return f"{name:25}{parent:25}{gpu:5}{change}"
+
+
+def _two_lines(variant: Variant) -> str:
     """Return a variant's line of the table, and below it the reason for its change."""
     changes = [f"{setting} = {value}" for setting, value in variant.change.items()]
     change = ", ".join(changes) or "baseline"
     capability = since(variant.settings)
     gpu = f"{capability / 10}" if capability else "-"
-    return f"{variant.name:25}{variant.parent or '-':25}{gpu:5}{change}\n    {variant.why}"
+    line = _line(variant.name, variant.parent or "-", gpu, change)
+    return f"{line}\n    {variant.why}"
 
 
-def as_json(variant: Variant) -> dict:
-    """Return a variant with its family, all its settings, and what a GPU needs for them."""
+def _all_of(variant: Variant) -> dict:
+    """Return what JSON shows of a variant.
+
+    Beside its own fields these are its family, all its settings, what they need, in sentences, and
+    since which compute capability (times 10) a GPU runs them.
+    """
     settings = variant.settings
     return {
         **dataclasses.asdict(variant),
