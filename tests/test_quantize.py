@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import BertConfig, BertForQuestionAnswering, GPT2Config, GPT2LMHeadModel
 
-from qa_lib.lab.app.choices import named, offered
+from qa_lib.lab.app.choices import choices_of_runs, choices_of_user
 from qa_lib.lab.tools import quantize as tools
 from qa_lib.lab.tools.quantize import quantize_run
 from qa_lib.model import qat
@@ -190,7 +190,7 @@ def test_predict_takes_a_quantized_model(run, typed):
 
 @pytest.mark.torchao
 def test_the_app_offers_a_quantized_model(runs, run):
-    choices = {choice.key: choice for choice in offered(runs)}
+    choices = {choice.key: choice for choice in choices_of_runs(runs)}
     assert [key.rpartition("/")[2] for key in sorted(choices)] == [
         run.name,
         "model-int4",
@@ -200,7 +200,7 @@ def test_the_app_offers_a_quantized_model(runs, run):
     after = json.loads((run / "model-int8" / "quantized.json").read_text())["after"]
     assert " · int8 · smoke" in eighth.name
     assert eighth.f1 == after["best_f1"]
-    assert named([run / "model-int8"])[0].name == eighth.name
+    assert choices_of_user([run / "model-int8"])[0].name == eighth.name
 
 
 NAME = "bert.encoder.layer.0.output.dense.weight"

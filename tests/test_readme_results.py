@@ -298,10 +298,9 @@ def test_whole_trainings_say_to_what_end_and_how_many_of_each_were_measured(f1, 
     usual |= {"code.commit": "a" * 40, "code.dirty": False}
     rows = [{"spec.variant": variant} for variant in ("A0", "A1", "A1")]
     whole = whole_runs(*(usual | row for row in rows)).assign(**{"quality.f1": f1})
-    text = headline._measured_minutes(whole, 5.0, "9.0 as it comes", "GPU")
-    assert "Three epochs of 1,000 samples train BERT-base in 5.0 minutes on one GPU" in text
-    assert f"Measured from the command to the {end}, " in text
-    assert "(runs of each: 1; data: squad; " in text
+    text = headline._source_of_measured(whole)
+    assert f"measured from the command to the {end}, with nothing cached, on 1,000 samples" in text
+    assert "runs of each: 1; group g, code aaaaaaa." in text
 
 
 def test_one_epoch_counts_three_times_and_its_start_once():

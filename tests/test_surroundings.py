@@ -8,7 +8,7 @@ import pytest
 
 from qa_lib.lab.launch import warm
 from qa_lib.lab.launch.process import child_env
-from qa_lib.packages import KERNELS, jupyter_path
+from qa_lib.packages import JUPYTER_KERNELS, jupyter_path
 from tests.material import leave, python
 from tests.tiny import planned
 
@@ -36,17 +36,17 @@ def test_a_notebooks_kernel_is_of_this_python_whatever_is_installed(
 ):
     monkeypatch.setenv(variable, str(stale_kernels))
     done = python("-c", FIND_KERNEL, JUPYTER_PATH=child_env()["JUPYTER_PATH"])
-    assert done.stdout.strip() == str(KERNELS / "kernels" / "python3")
+    assert done.stdout.strip() == str(JUPYTER_KERNELS / "kernels" / "python3")
 
 
 def test_the_kernels_command_is_one_that_jupyter_starts_by_its_own_python():
-    content = json.loads((KERNELS / "kernels" / "python3" / "kernel.json").read_text())
+    content = json.loads((JUPYTER_KERNELS / "kernels" / "python3" / "kernel.json").read_text())
     assert content["argv"][0] == "python"
 
 
 def test_what_a_user_has_in_jupyters_path_stays_there_and_comes_later(monkeypatch):
     monkeypatch.setenv("JUPYTER_PATH", os.pathsep.join(["/a", "/b"]))
-    assert jupyter_path().split(os.pathsep) == [str(KERNELS), "/a", "/b"]
+    assert jupyter_path().split(os.pathsep) == [str(JUPYTER_KERNELS), "/a", "/b"]
 
 
 def test_our_folder_is_put_into_jupyters_path_once(monkeypatch):
