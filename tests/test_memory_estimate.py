@@ -436,7 +436,7 @@ def test_weights_in_4_bits_have_a_scale_for_64_of_them_and_one_matrix_is_whole_a
 
 def test_it_is_the_frozen_matrices_of_the_layers_that_have_4_bits():
     step = step_of(**AUTOCAST, base_quantization="nf4", trainable="freeze-last-4")
-    assert sum(weight.numel() for weight in step.in_nf4) == MATRICES / 2
+    assert sum(weight.numel() for weight in step.nf4_parameters) == MATRICES / 2
 
 
 @pytest.mark.parametrize(

@@ -368,7 +368,7 @@ def test_a_summary_of_a_cpu_counts_no_launches():
 
 def test_a_trace_without_work_has_a_summary_of_nothing():
     table = trace.label_like(trace.work([], WIDTHS), trace.work(gpu_trace(), WIDTHS))
-    summary = trace.summary(table, [], step_ms=1.0)
+    summary = trace.step_means(table, [], step_ms=1.0)
     assert (summary["busy_ms"], summary["busy_share"], summary["kernels"]) == (0.0, 0.0, [])
 
 
