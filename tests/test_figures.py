@@ -361,7 +361,7 @@ def test_the_caption_of_the_ladder_names_the_code_of_the_runs_that_it_shows(draw
     smaller = runs.assign(micro_batch=1, **other_code)
     figure = figures.fig_ladder(pd.concat([runs, smaller], ignore_index=True))
     caption = " ".join(text.get_text() for text in figure.texts)
-    assert "Micro-batch 8." in caption
+    assert "8 samples in a forward pass." in caption
     assert "fffffff" not in caption
 
 

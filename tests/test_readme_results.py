@@ -169,8 +169,9 @@ def test_minutes_take_a_speed_of_the_recommended_variant():
 def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
     assert text.startswith(
-        "- Three epochs of BERT-base take **2.5 minutes** on one H100; "
-        "with the Trainer as it comes (A0-longest) 14.0.\n"
+        "- Three epochs of BERT-base take **2.5 minutes** on one H100 "
+        "with the full stack in 16 bits (E-uncompiled), with the Trainer as most use it "
+        "(A0-longest) 14.0.\n"
     )
     assert "measured from the command to the last step, with nothing cached, on 1,000 " in text
     assert "Projected" not in text
@@ -433,16 +434,19 @@ def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):
 def test_what_no_record_shows_is_said():
     runs = pd.DataFrame({
         "env.gpu": ["NVIDIA H200", "NVIDIA H100 80GB HBM3"],
+        "spec.variant": ["E-uncompiled", "A1"],
         "quality.f1": [None, 80.0],
         "model.name": ["bert-base", "minilm"],
         "model.params_total": [110.0, 11.0],
     })  # fmt: skip
     assert headline._not_shown(runs, runs, "bert-base") == (
-        "**Not shown:** the F1 of BERT-base itself, and anything on another card than the H100 and "
-        "H200; no T4 has run anything."
+        "**Not shown:** the F1 of BERT-base itself; the tuned Trainer (A0-tuned), which a search "
+        "found quicker than the compiled one; anything on another card than the H100 and H200; no "
+        "T4 has run anything."
     )
     with_t4 = runs.assign(**{"env.gpu": "Tesla T4"})
-    assert headline._not_shown(with_t4, runs, "minilm") == (
+    with_tuned = runs.assign(**{"spec.variant": "A0-tuned"})
+    assert headline._not_shown(with_t4, with_tuned, "minilm") == (
         "**Not shown:** anything on another card than the T4."
     )
 

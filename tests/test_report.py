@@ -98,7 +98,7 @@ def test_the_table_of_variants_has_all_where_none_of_those_asked_for_ran(three_s
 def test_the_caption_of_a_table_says_on_what_it_was_measured(hardware, world, words, three_seeds):
     columns = {"spec.hardware": hardware, "env.gpu": "NVIDIA H200", "world": world}
     sentence = variants_table.source(three_seeds.assign(**columns))
-    assert f", on {words}, 8 samples in a forward pass, means of n runs; " in sentence
+    assert f", on {words}, 8 samples in a forward pass, means over the timed runs; " in sentence
 
 
 def test_the_caption_of_a_table_names_variants_in_it_that_ran_in_another_sitting(

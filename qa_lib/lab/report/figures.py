@@ -107,10 +107,13 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     if len(shown) < 2:
         raise NotMeasured("the ladder has one rung")
     code = style.code(commits(largest_micro_batch(runs)))
+    by_kernels = ""
+    if shown["kernel_ratio"].notna().any():
+        by_kernels = "By kernels: the ratio of GPU time alone. "
     note = (
-        f"Micro-batch {shown['micro_batch'].iloc[0]}. Whiskers are {LEVEL} % intervals. "
-        "In brackets: what a variant is compared with where that is not the one above; "
-        f"–: not measured. {code}"
+        f"{shown['micro_batch'].iloc[0]} samples in a forward pass. Whiskers: {LEVEL} % intervals. "
+        f"{by_kernels}In brackets: compared with that, and not with the one above. –: not "
+        f"measured. {code}"
     )
     figure = style.group_figure(
         runs, title=speed_finding(lines), note=note, height=0.34 * len(shown) + 1.75

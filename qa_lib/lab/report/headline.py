@@ -16,6 +16,7 @@ from qa_lib.lab.report.stats import BASELINE, BEST_F1, LEVEL, MARGIN, equivalenc
 from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
+TUNED_TRAINER = "A0-tuned"
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 
 
@@ -173,8 +174,8 @@ def _minutes_sentence(minutes: pd.Series, chosen: pd.DataFrame) -> str:
     ]
     return (
         f"Three epochs of {spoken.model(chosen['model.name'].iloc[0])} take "
-        f"**{minutes[RECOMMENDED]:.1f} minutes** on one {spoken.card(chosen['env.gpu'].iloc[0])}; "
-        f"{', '.join(with_rivals)}."
+        f"**{minutes[RECOMMENDED]:.1f} minutes** on one {spoken.card(chosen['env.gpu'].iloc[0])} "
+        f"with {spoken.variant(RECOMMENDED)}, {' and '.join(with_rivals)}."
     )
 
 
@@ -349,6 +350,10 @@ def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame, model: str) -> str:
     missing = []
     if not scored_sizes.isin(sizes).any():
         missing.append(f"the F1 of {spoken.model(model)} itself")
+    if TUNED_TRAINER not in set(chosen["spec.variant"]):
+        missing.append(
+            f"{spoken.variant(TUNED_TRAINER)}, which a search found quicker than the compiled one"
+        )
     missing.append(f"anything on another card than the {' and '.join(map(spoken.card, gpus))}")
-    sentence = f"**Not shown:** {', and '.join(missing)}"
+    sentence = f"**Not shown:** {'; '.join(missing)}"
     return f"{sentence}." if "Tesla T4" in gpus else f"{sentence}; no T4 has run anything."

@@ -141,8 +141,9 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
             "after": busy[gain.adds],
         })  # fmt: skip
     explanation = (
-        f"Intervals are of {LEVEL} %, over equal seeds. Where the GPU was not busy before, it "
-        "waited for the host, and a part of the gain is the host's: a quicker one leaves less."
+        "Each row is a pair of its own, so that gains do not multiply. Intervals are of "
+        f"{LEVEL} %, over equal seeds. Where the GPU was not busy before, it waited for the host, "
+        "and a part of the gain is the host's: a quicker one leaves less."
     )
     return f"{markdown(compact(pd.DataFrame(table)))}\n\n{explanation}"
 
@@ -229,12 +230,13 @@ def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     table = table.rename(
         columns={"variant": "training", "micro-batch": "samples in a forward pass"}
     )
-    table["this choice is"] = [
+    table["that it runs is"] = [
         "measured" if card in measured else "predicted" for card in table["card"]
     ]
     explanation = (
-        f"`recommended` takes the first of [a list](qa_lib/spec/tasks.py), quickest on the {gpu} "
-        "first, for which the card has kernels and memory."
+        "`recommended` takes the first of [a list](qa_lib/spec/tasks.py) for which the card has "
+        f"kernels and memory. The list begins with what is quickest on the {gpu}; on other cards "
+        "that order is a guess."
     )
     return f"{markdown(table)}\n\n{explanation}"
 

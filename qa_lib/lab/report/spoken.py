@@ -7,8 +7,8 @@ from qa_lib.lab.report.facts import cards
 
 VARIANTS = {
     "A1": "the unoptimized loop",
-    "A0-longest": "the Trainer as it comes",
-    "A0-defaults": "the Trainer with all its defaults",
+    "A0-longest": "the Trainer as most use it",
+    "A0-defaults": "the Trainer with its defaults",
     "A0-compile": "the compiled Trainer",
     "A0-tuned": "the tuned Trainer",
     "E-searched": "plain PyTorch at its best",

@@ -44,7 +44,7 @@ def headline_table(
     columns = [
         Column("variant"),
         Column("why", "what it is"),
-        Column("n"),
+        Column("n", "timed runs"),
         Column("samples_per_s", "samples/s"),
         Column("ratio", f"× {evidence.baseline(lines)}"),
         Column("gib", "GiB reserved"),
@@ -78,8 +78,8 @@ def source(runs: pd.DataFrame) -> str:
         hardware = f"{first['world']} {first['env.gpu']}"
     sentence = (
         f"Speed and memory: group {first['group']}, code {evidence.commits(shown)}, on {hardware}, "
-        f"{first['micro_batch']} samples in a forward pass, means of n runs; ± is half a {LEVEL} % "
-        "interval."
+        f"{first['micro_batch']} samples in a forward pass, means over the timed runs; ± is half a "
+        f"{LEVEL} % interval."
     )
     on_other_days = [
         name for name in evidence.timed_with_other_code(shown) if name in tagged("headline")
