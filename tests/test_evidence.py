@@ -632,6 +632,14 @@ def test_published_training_times_agree_with_published_throughput():
     assert (samples / (131_754 * 3)).between(0.99, 1.01).all()
 
 
+def test_a_speed_that_was_not_published_follows_from_the_time_of_training():
+    theirs = facts.published()
+    base, unmeasured = theirs.loc["A1"], theirs.loc["C2-8"]
+    expected = base["samples_per_s"] * base["train_s"] / unmeasured["train_s"]
+    assert unmeasured["speed"] == pytest.approx(expected)
+    assert unmeasured["speed"] < base["speed"]  # which was done sooner
+
+
 def test_published_ratios_are_to_the_baseline():
     theirs = facts.published()
     assert theirs.loc["A1", ["ratio", "delta"]].tolist() == [1.0, 0.0]

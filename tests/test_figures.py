@@ -216,6 +216,15 @@ def test_figures_of_other_records_have_another_digest(own):
     assert style.digest(own[1:]) != style.digest(own)
 
 
+@pytest.mark.parametrize("status", ["error", "oom", "skipped"])
+def test_a_run_that_did_not_end_well_changes_a_digest_as_well(status, own):
+    before = style.digest(own)
+    own["run"].iloc[0].record["status"] = status
+    own.loc[own.index[0], "status"] = status
+    with_failed = style.digest(own)
+    assert with_failed not in (before, style.digest(own[1:]))
+
+
 @pytest.mark.parametrize(
     ("part", "name"), [(part, name) for part, later in style.LATER.items() for name in later]
 )

@@ -144,6 +144,16 @@ def test_without_data_rows_are_packed_by_the_lengths_of_squad(micro_batch, token
     assert abs(tokens_of_micro_batch(without_data, SquadLengths(384, 128)) - tokens) <= 64
 
 
+def test_ones_own_data_are_packed_by_their_own_lengths(bert_base, typed):
+    words = f"memory E-dropout --preset bench --model {bert_base} --micro-batch 8"
+    of_squad = typed(words)
+    of_own = typed(f"{words} --data synthetic:100")  # shorter samples
+    peaks = [
+        float(text.splitlines()[1].split()[-1].replace(",", "")) for text in (of_own, of_squad)
+    ]
+    assert peaks[0] < peaks[1]
+
+
 def test_whole_samples_are_as_many_as_squad_has():
     samples = SquadLengths(384, 128)
     assert len(samples) == 131_754
