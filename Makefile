@@ -1,7 +1,7 @@
 # Each target makes .venv first if it is missing. CONSTRAINTS= (empty) takes the newest versions the ranges allow.
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
-WORKERS ?= 3
+WORKERS ?= 4
 BIN := .venv/bin
 # The reference project's matrix, and three variants of two processes; `python -m qa_lib sweep --preset smoke` runs all.
 VARIANTS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
