@@ -255,9 +255,9 @@ def norm_by_kernel(*inputs):
     return None, output
 
 
-def gelu_gradients_by_kernel(*inputs):
-    x_grad, bias_grad, _, _ = gelu._gelu_backward(*inputs, 0.0)
-    return x_grad, bias_grad, None
+def gelu_gradients_by_kernel(grad, x, bias, tanh):
+    x_grad, bias_grad, _, y = gelu._gelu_backward(grad, x, bias, 0.0, tanh)
+    return x_grad, bias_grad, y
 
 
 @pytest.fixture
