@@ -2,6 +2,8 @@
 PYTHON ?= python3
 CONSTRAINTS ?= constraints.txt
 WORKERS ?= 4
+# More tests of the slow tier have limits of time.
+SLOW_WORKERS ?= 3
 BIN := .venv/bin
 # The reference project's matrix, and three variants of two processes; `python -m qa_lib sweep --preset smoke` runs all.
 VARIANTS := A1,A0,A2,A3,A4-nb,A4,A4-b,B1,B1-all,B2,B3,B3-last4,C1,C2-8,C2,D1,D1-cudagraphs,D1-nvfuser,P1,P-fsdp,P-1f1b
@@ -23,7 +25,7 @@ test: lint  ## everything once, in minutes: pairs of settings in few runs, the c
 test-all: test test-slow  ## and every pair, fault, signal and notebook by itself
 
 test-slow: .venv/ready  ## what `make test` leaves out
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m slow
+	$(BIN)/python -m pytest -n $(SLOW_WORKERS) --dist loadfile --no-loadscope-reorder -m slow
 
 # Packages that print lines of their own into what other tests read; Triton comes with PyTorch's CUDA builds alone.
 extras: .venv/extras  ## tests of kernels, without a GPU, and of quantized weights: 300 MB to fetch
