@@ -207,7 +207,7 @@ _TABLE = [
     Variant("L-plain-bf16", parent="L-plain", precision="pure-bf16", why="Plain PyTorch with weights and moments in bf16.", tags=("plain", "headline")),
     Variant("L-plain-bf16-nodropout", parent="L-plain-bf16", dropout="none", why="The same without dropout.", tags=("headline",)),
     Variant("L-searched-launched", parent="L-plain-bf16", engine="searched", why="What a search found to pay: rounding at random, one drawing of dropout, loss in chunks."),
-    Variant("L-searched", parent="L-searched-launched", cuda_graph=True, why="Plain PyTorch at its best, by a search: compiled, packed, in bf16, one CUDA graph.", tags=("plain", "headline")),
+    Variant("L-searched", parent="L-searched-launched", cuda_graph=True, why="Plain PyTorch at its best, by a search: compiled, in bf16, one CUDA graph.", tags=("plain", "headline")),
     Variant("L-searched-nodropout", parent="L-searched", dropout="none", why="The same without dropout."),
     Variant("L-recompute", parent="L-compile", activation_checkpointing=True, why="Activations are recomputed instead of kept: memory for time."),
     Variant("L-8bit", parent="L-compile", optimizer="adamw-8bit", why="Adam's two moments in 8 bits, but for the embeddings'."),

@@ -219,9 +219,9 @@ def numbers(runs: pd.DataFrame, columns: dict[str, str]) -> pd.DataFrame:
 def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     """Return the runs of one group that count, sorted by when they began.
 
-    Of each variant, seed, data and value of the axes the newest run that ended ok counts, or the
-    newest of all where none did. All that ended ok must agree in IDENTITY. A run that did not is
-    left out where it differs from them, for example by its data.
+    For each variant, seed, data and value of the axes one run counts: the newest that ended ok, or
+    the newest of all where none did. All that ended ok must agree in IDENTITY. A run that did not
+    end ok is left out where it differs from them, for example by its data.
 
     Raises NotMeasured for a group without records, and ReportError for one whose runs do not agree.
     """

@@ -146,7 +146,9 @@ def _draw_bits(axis: Axes) -> None:
         # Odd rows are compared with the row above.
         other = f"{rows[row - row % 2][1].view(np.uint32)[0]:032b}"
         for place, bit in enumerate(bits):
-            color = style.ORANGE if bit != other[place] else ("0.8" if place < 16 else "0.93")
+            color = "0.8" if place < 16 else "0.93"  # the bits of bf16, and the others
+            if bit != other[place]:
+                color = style.ORANGE
             axis.barh(row, 0.92, left=place, height=0.8, color=color)
             axis.text(place + 0.46, row, bit, ha="center", va="center", fontsize=8)
         axis.text(width + 0.3, row, f"{values[0]:.7f}", va="center", fontsize=9)

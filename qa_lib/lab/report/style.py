@@ -157,7 +157,7 @@ def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Fi
 def code(versions: str) -> str:
     """Return for a caption the versions of the code that `evidence.commits` returned.
 
-    Of more than two it says how many they are: 'Code of 4 commits'.
+    If there are more than two, it says how many: 'Code of 4 commits'.
     """
     names = versions.split(", ")
     if len(names) > 2:

@@ -99,9 +99,11 @@ def _tuned(part: pd.DataFrame) -> pd.DataFrame:
 def _sizes(every: pd.DataFrame, own: pd.DataFrame, task: str) -> pd.DataFrame:
     """Return the sizes that a score is held against, with depth and perplexity.
 
-    FLOPs are those of variants that train all of a model: for each token 6 for each weight of
-    layers and head, 4 for each bias and norm, and 6 × layers × hidden × length for the half of
-    attention that is not masked.
+    FLOPs are those of variants that train all of a model. A token takes
+
+    - 6 for each weight of the layers and of the head,
+    - 4 for each bias and each weight of a norm,
+    - 6 × layers × hidden × length in attention, of which half is masked.
     """
     columns = {
         "parameters": "model.params_total",

@@ -52,7 +52,7 @@ def estimate(spec: Spec, samples=None) -> dict:
     reserved_mib and phase. The lengths of `samples` decide how large a packed micro-batch is.
     Without `samples` the spec's own data are read for that.
 
-    Raises UserError for a spec without a GPU, and for one that `why_unpredicted` has a reason for.
+    Raises UserError for a spec without a GPU, and where `why_unpredicted` gives a reason.
     """
     if spec.hardware == "cpu":
         raise UserError(
