@@ -54,7 +54,7 @@ def test_memory_grows_from_the_least_size_to_the_largest():
 def test_speed_over_lengths_is_that_of_the_quickest_against_the_baseline():
     figure = drawn(table(*CURVES), "length", "speed")
     assert style.title_of(figure) == "A2 trains ×2.00 as fast as A1 at 128 tokens, ×3.00 at 512"
-    assert "Of 3 variants A2 is the fastest at every length" in figure.get_supxlabel()
+    assert "A2 is the fastest of 3 variants at every length" in figure.get_supxlabel()
 
 
 def test_without_the_baseline_speed_is_in_samples_a_second():

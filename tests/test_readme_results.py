@@ -410,6 +410,28 @@ def test_without_a_timed_language_model_there_is_no_block_about_one():
     refused(said, readme.language, without, evidence.REFERENCE, Path("figures"))
 
 
+def night_of(**speeds):
+    """The block of a night, made of the speeds of some variants at 32 samples."""
+    runs = select(committed(), evidence.REFERENCE)
+    runs = runs[runs["spec.variant"].isin(list(speeds)) & runs["spec.settings.micro_batch"].eq(32)]
+    runs = runs.groupby("spec.variant").head(1).copy()
+    runs["speed.samples_per_s"] = runs["spec.variant"].map(speeds).astype(float)
+    return readme.night(runs, evidence.REFERENCE, Path())
+
+
+def test_a_night_of_sweeps_has_the_hours_of_its_trainings_and_a_minute_for_each_start():
+    # Three epochs are 395,262 samples: an hour, twelve times, and half an hour.
+    shown = night_of(A1=395_262 / 3600, A4=2 * 395_262 / 3600)
+    assert "| A1, the baseline | 110 | 60.0 | 12.0 |" in shown
+    assert "| A4, grouped by length | 220 | 30.0 | 6.00 |" in shown
+    assert "12 trainings of each would take 18.4 hours on one H100" in shown
+
+
+def test_a_night_of_variants_that_were_not_timed_is_not_known():
+    with pytest.raises(evidence.NotMeasured, match="the baseline A1 has no measured speed"):
+        night_of(A3=1000)
+
+
 def test_a_picture_stands_below_a_text_where_it_was_drawn(monkeypatch):
     monkeypatch.setattr(readme, "picture_link", lambda path: f"![A title]({path})")
     assert readme._above("A text.", Path("a.png")) == "A text.\n\n![A title](a.png)"

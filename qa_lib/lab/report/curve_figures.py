@@ -121,10 +121,10 @@ def _speed_finding(part: pd.DataFrame, size: Size, base: str) -> Finding:
     speeds = part.pivot(index=size, columns="variant", values="speed").dropna(how="all")
     best = speeds.max().idxmax()
     won = (speeds.idxmax(axis="columns") == best).sum()
-    note = f"Of {speeds.shape[1]} variants {best} is the fastest at {won} of {len(speeds)} sizes"
+    note = f"{best} is the fastest of {speeds.shape[1]} variants at {won} of {len(speeds)} sizes"
     if won == len(speeds):
         of_size = size.replace("_", "-")
-        note = f"Of {speeds.shape[1]} variants {best} is the fastest at every {of_size}"
+        note = f"{best} is the fastest of {speeds.shape[1]} variants at every {of_size}"
     own = speeds[best].dropna()
     # A pass of one sample waits for the host.
     if base in speeds and base != best and part["micro_batch"].min() > 1:

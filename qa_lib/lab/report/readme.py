@@ -29,6 +29,17 @@ NOTHING = (
     "No reference runs are committed yet; `make quickstart` makes a set of your own below `runs/`."
 )
 
+# The night of docs/overnight.md: its variants, what each is, and how often it is trained.
+NIGHT = {
+    "A1": "the baseline",
+    "A4": "grouped by length",
+    "E-recompute-8bit": "the leanest",
+    "E-uncompiled": "the full stack in 16 bits",
+}
+NIGHT_SEEDS = 12
+NIGHT_EPOCHS = 3
+NIGHT_START_MINUTES = 1
+
 
 def with_results(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> dict[Path, tuple[str, str]]:
     """Return README.md and each page of docs/ that has a block: its text, and that with the blocks
@@ -273,6 +284,40 @@ def cards_table() -> pd.DataFrame:
     return pd.DataFrame(lines)
 
 
+def night(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return how long the variants of a night of sweeps take, as a table, by speeds of the group.
+
+    Raises NotMeasured where none of them was timed.
+    """
+    chosen = evidence.select(runs, group)
+    lines = timed(chosen).set_index("variant")
+    samples = NIGHT_EPOCHS * evidence.FULL_SAMPLES
+    speeds = lines["samples_per_s"].dropna()
+    measured = [variant for variant in NIGHT if variant in speeds.index]
+    if not measured:
+        raise evidence.NotMeasured(f"no speed of {', '.join(NIGHT)} is in {group}")
+    hours = {variant: samples / speeds[variant] / 3600 for variant in measured}
+    table = pd.DataFrame([
+        {
+            "variant": f"{variant}, {NIGHT[variant]}",
+            "samples/s": number(speeds[variant]),
+            "minutes a training": number(60 * hours[variant]),
+            f"hours for {NIGHT_SEEDS}": number(NIGHT_SEEDS * hours[variant]),
+        }
+        for variant in measured
+    ])  # fmt: skip
+    total = NIGHT_SEEDS * (sum(hours.values()) + len(measured) * NIGHT_START_MINUTES / 60)
+    size = int(lines["micro_batch"].iloc[0])
+    explanation = (
+        f"{NIGHT_SEEDS} trainings of each would take {number(total)} hours on one "
+        f"{spoken.card(chosen['env.gpu'].iloc[0])}, with {NIGHT_START_MINUTES} minute a run, a "
+        "guess, for start, compilation and scoring. This is projected; nobody has run it. A "
+        f"training has {samples:,} samples: {evidence.FULL_SAMPLES:,} in each of {NIGHT_EPOCHS} "
+        f"epochs. Speeds are from the records ({group}, {size} samples in a forward pass)."
+    )
+    return f"{explanation}\n\n{markdown(table)}"
+
+
 def groups(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Return the committed groups as a table: evidence for what, what ran, where, for how long."""
     table = [_group_line(name, part) for name, part in runs.groupby("group")]
@@ -316,5 +361,6 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "language": language,
     "step": step,
     "cards": cards,
+    "night": night,
     "groups": groups,
 }
