@@ -214,6 +214,20 @@ def test_a_bench_group_is_judged_by_the_runs_of_quality_on_its_hardware():
     assert set(judging["spec.hardware"]) == {evidence.REFERENCE.removesuffix("-bench")}
 
 
+def test_a_variant_without_a_score_on_the_card_is_judged_by_the_same_training_on_another():
+    every = committed()
+    judging = evidence.judging_runs(every, evidence.REFERENCE)
+    moved = every.copy()
+    is_a4 = moved["group"].eq(judging["group"].iloc[0]) & moved["spec.variant"].eq("A4")
+    moved.loc[is_a4, ["group", "spec.hardware"]] = "new"
+    scores = evidence.judging_runs(moved, evidence.REFERENCE)
+    assert set(scores.loc[scores["spec.variant"] == "A4", "group"]) == {"new"}
+    assert "new" not in set(scores.loc[scores["spec.variant"] != "A4", "group"])
+    # Another model's score says nothing about this one.
+    moved.loc[moved["group"] == "new", "model.revision"] = "other"
+    assert "A4" not in set(evidence.judging_runs(moved, evidence.REFERENCE)["spec.variant"])
+
+
 def test_a_group_with_scores_is_not_judged_by_other_hardware():
     every = committed()
     reference = every[every["group"] == evidence.REFERENCE]

@@ -370,8 +370,9 @@ def judging_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
     These are runs of the group's task at preset `quality`, which trains long enough for a score
     that means something: on the same hardware, and where the group has no score of its own, on
-    other hardware too, as any score is better than none. Without such runs they are the group's
-    own.
+    other hardware too, as any score is better than none. A score does not depend on the card, so
+    that variants without one there are judged by the same training on another card. Without such
+    runs they are the group's own.
     """
     own = select(runs, group)
     of_task = runs[runs["task.name"] == own["task.name"].iloc[0]]
@@ -380,7 +381,18 @@ def judging_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
         found = runs_at_preset(of_task, group, "quality")
     else:
         found = nearest_runs_at_preset(of_task, group, "quality")
-    return own if found.empty else found
+    if found.empty:
+        return own
+    return pd.concat([found, _scored_elsewhere(of_task, found)], ignore_index=True)
+
+
+def _scored_elsewhere(runs: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of variants that `found` lacks, on other cards, of its model and data."""
+    others = _outside_searches(runs, found["spec.preset.name"].iloc[0])
+    is_alike = pd.Series(True, index=others.index)
+    for name in ("model.revision", "data.sha256"):
+        is_alike &= others[name].isin(found[name].dropna())
+    return others[is_alike & ~others["spec.variant"].isin(found["spec.variant"])]
 
 
 # Which runs may be compared.

@@ -15,7 +15,7 @@ VARIANTS = {
     "E-recompute-8bit": "the leanest full training",
     "E-uncompiled": "the full stack in 16 bits",
     "E-fp8-uncompiled": "the full stack, partly in 8 bits",
-    "E-fp8-all": "the full stack in 8 bits",
+    "E-fp8-gradients": "the full stack in 8 bits",
     "E-t4-norm": "the stack for a T4, timed on another card",
 }
 
