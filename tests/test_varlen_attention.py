@@ -200,14 +200,17 @@ def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
     library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
-def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None)):
-    """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy."""
+def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None), alone=False):
+    """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy.
+
+    With `alone` the former gradient is None.
+    """
     qkv = qkv.requires_grad_()
     placeholder = fp8.placeholder_of(qkv.detach().flatten(1)).requires_grad_()
     output, _, copy8 = varlen._attention(
-        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder
+        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder, alone
     )
-    gradients = torch.autograd.grad(output, (qkv, placeholder), grad)
+    gradients = torch.autograd.grad(output, (qkv, placeholder), grad, allow_unused=alone)
     return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
 
 
@@ -229,6 +232,21 @@ def test_copies_change_nothing_of_what_they_are_copies_of():
     expected, wanted_grad, _ = with_gradients(kernel, with_bias(qkv), grad)
     assert torch.equal(output, expected)
     assert torch.equal(qkv_grad, wanted_grad)
+
+
+def assert_alone_has_the_same_copy(tensors, longest, relative=(None, None, None)) -> None:
+    """The gradient's copy has the same bits where the gradient itself is left out."""
+    _, (gradient, found) = with_copies(*tensors, longest, relative, alone=True)
+    _, (_, wanted) = with_copies(*tensors, longest, relative)
+    assert gradient is None
+    assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("has_relative", [False, True])
+def test_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(has_relative):
+    relative = relative_of() if has_relative else (None, None, None)
+    assert_alone_has_the_same_copy(drawn([37, 0, 2]), longest=37, relative=relative)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -441,13 +459,15 @@ class InPyTorch:
         output_grad = grad.transpose(0, 1)
         slope = p * (output_grad @ value.mT * kept - delta[:, :, None]) * scale
         grads = (slope @ key, slope.mT @ query, (p * kept).mT @ output_grad)
-        qkv_grad.copy_(torch.stack(grads).permute(2, 0, 1, 3))
+        stacked = torch.stack(grads).permute(2, 0, 1, 3)
+        if qkv_grad is not None:
+            qkv_grad.copy_(stacked)
         if a["FACTOR"]:
-            a["qkv_grad8"].copy_(in_8_bits(qkv_grad, a["qkv_grad8"]).flatten(1))
+            a["qkv_grad8"].copy_(in_8_bits(stacked, a["qkv_grad8"]).flatten(1))
         if a["SUMS"]:
             assert len(partials) == blocks * segments
             partials[1:] = 0.0
-            partials[0] = qkv_grad.sum(0).flatten()
+            partials[0] = stacked.sum(0).flatten()
 
 
 @pytest.fixture
@@ -482,6 +502,12 @@ def test_what_surrounds_the_kernels_hands_on_copies_in_8_bits(kernels_in_pytorch
     for stored, copy8 in with_copies(qkv, *rest, longest=LONGEST):
         expected = in_8_bits(stored, copy8).view(copy8.shape)
         assert torch.equal(copy8.float(), expected.float())
+
+
+def test_what_surrounds_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(
+    kernels_in_pytorch,
+):
+    assert_alone_has_the_same_copy([tensor.cpu() for tensor in drawn([5, 0, 9])], longest=LONGEST)
 
 
 def test_attention_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):

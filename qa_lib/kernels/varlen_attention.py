@@ -35,7 +35,8 @@ different here:
   several programs. Where there is no bias, none of this is in the program.
 - Where the linear layers before and after it are in 8-bit floats (kernels/fp8.py), the forward
   kernel writes the e4m3 copy of the output, and the backward kernel the e5m2 copy of the gradient
-  of `qkv`, beside each other in the same places.
+  of `qkv`, beside each other in the same places. Where the layer before reads no other, the copy
+  is all that it writes.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -129,12 +130,14 @@ def varlen_attention_and_copy(
     scale: float,
     relative: RelativeBias | None,
     placeholder: torch.Tensor,
+    grad8_alone: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
 
     Call it where the linear layers before and after attention are in 8 bits, and nothing is
     compiled by PyTorch.
-    `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2.
+    `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2;
+    with `grad8_alone` `qkv` itself gets none.
     """
     if not qkv.is_cuda:
         output = varlen_attention(
@@ -143,7 +146,17 @@ def varlen_attention_and_copy(
         return output, None
     of_distances = (None, None, None) if relative is None else relative
     output, _, output8 = _attention(
-        qkv, bias, cu_seqlens, seed, longest, dropout, scale, False, *of_distances, placeholder
+        qkv,
+        bias,
+        cu_seqlens,
+        seed,
+        longest,
+        dropout,
+        scale,
+        False,
+        *of_distances,
+        placeholder,
+        grad8_alone,
     )
     return output, output8.view(torch.float8_e4m3fn)
 
@@ -245,13 +258,14 @@ def _attention(
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     placeholder: torch.Tensor | None = None,
+    grad8_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output [tokens, heads, width], logsumexp, fp32 [heads, tokens], and a copy.
 
     logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. `weight`,
     `buckets` and `table` are a RelativeBias. The copy is the output's in e4m3, as bytes, of which
     autograd knows that they have no gradient. It is empty without a `placeholder`, which gets the
-    gradient of `qkv` in e5m2.
+    gradient of `qkv` in e5m2; with `grad8_alone` `qkv` itself gets none.
     """
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
@@ -304,16 +318,18 @@ def _attention_backward(
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     copies: bool = False,
+    copy_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
 
     Those of what is None are empty. The fourth result is the e5m2 copy [tokens, 3 x heads x width]
-    of the first, empty unless the caller `copies` that.
+    of the first, empty unless the caller `copies` that; where the `copy_alone` is wanted, the first
+    is empty.
     """
     tokens, _, heads, width = qkv.shape
     blocks = -(-longest // BACKWARD["BLOCK"])
     segments = len(cu_seqlens) - 1
-    qkv_grad = qkv.new_empty(qkv.shape)
+    qkv_grad = qkv.new_empty(0 if copy_alone else qkv.shape)
     qkv_grad8 = qkv.new_empty((tokens, 3 * heads * width) if copies else 0, dtype=torch.float8_e5m2)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
@@ -344,7 +360,7 @@ def _attention_backward(
         logsumexp=logsumexp,
         cu_seqlens=cu_seqlens,
         seed=seed,
-        qkv_grad=qkv_grad,
+        qkv_grad=None if copy_alone else qkv_grad,
         qkv_grad8=qkv_grad8 if copies else None,
         partials=partials,
         table=table,
@@ -380,7 +396,8 @@ def _reach(buckets: torch.Tensor | None) -> int:
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table, placeholder = inputs
+    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs[:-2]
+    placeholder, ctx.grad8_alone = inputs[-2:]
     attended, logsumexp, _ = output
     ctx.save_for_backward(qkv, bias, attended, logsumexp, cu_seqlens, seed, weight, buckets, table)
     ctx.has_placeholder = placeholder is not None
@@ -403,16 +420,19 @@ def _backward(ctx, grad, _, __):
         *ctx.options,
         *relative,
         ctx.has_placeholder,
+        ctx.grad8_alone,
     )
     if not ctx.has_placeholder:
         qkv_grad8 = None
+    if ctx.grad8_alone:
+        qkv_grad = None
     if not ctx.needs_input_grad[1]:
         bias_grad = None
     # Arguments at the end that have their defaults are not counted in needs_input_grad.
     if relative[0] is None or not ctx.needs_input_grad[8]:
         weight_grad = None
     nones = [None] * 6
-    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8
+    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -427,7 +447,8 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
 # WIDTH]. A name that ends in _at is a pointer to the elements of a block. One that ends in 8 is
 # that of a copy in 8 bits, of what is stored under the name without it, times FACTOR and within
-# ±MAX; with a FACTOR of 0 there is none.
+# ±MAX; with a FACTOR of 0 there is none. The copy of the gradient has the same bits where
+# `qkv_grad` is None and the copy is stored alone.
 #
 # A RelativeBias is `table` [HEADS, 2 * REACH + 1], where distance 0 has the number REACH, and
 # `buckets`, as long as a row of it; the sums of its gradient go into `bucket_partials` [segments,
@@ -755,7 +776,7 @@ def varlen_attention_backward(
     block_at = segment_at + token[:, None] * (3 * PART) + width
     step_at = segment_at + tl.arange(0, STEP)[:, None] * (3 * PART) + width
     grad_at = grad + begin * PART + head * WIDTH + width
-    dtype = qkv_grad.dtype.element_ty
+    dtype = qkv.dtype.element_ty
     first_query = head * tokens + begin
 
     scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
@@ -789,9 +810,10 @@ def varlen_attention_backward(
     # Computed here and not above, where it would hold registers that then spill.
     first = begin * (3 * PART) + head * WIDTH
     place = token[:, None] * (3 * PART) + width
-    qkv_grad_at = qkv_grad + first + place
-    tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
-    tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
+    if qkv_grad is not None:
+        qkv_grad_at = qkv_grad + first + place
+        tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
+        tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
     if FACTOR != 0.0:
         qkv_grad8_at = qkv_grad8 + first + place
         # Both are converted before either is stored: in another order registers spill.
@@ -834,7 +856,8 @@ def varlen_attention_backward(
         BUCKETS=BUCKETS,
     )
     dq *= scale
-    tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
+    if qkv_grad is not None:
+        tl.store(qkv_grad + first + place, dq.to(dtype), mask=inside[:, None])
     if FACTOR != 0.0:
         dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
         tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
