@@ -566,34 +566,61 @@ def test_out_of_training_fused_projections_drop_nothing(attention):
 # A bias by distance.
 
 
-def assert_relative_close(qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1):
-    """The kernel is near to the reference with that bias; return its results."""
-    longest = int(cu_seqlens.diff().max())
+def assert_relative_close(
+    qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1, longest=None, causal=False
+):
+    """The kernels are near to the reference with that bias; return their results."""
+    longest = longest or int(cu_seqlens.diff().max())
 
     def kernel(qkv, bias, weight):
         output, *_ = varlen._attention(
-            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, False, weight, *relative[1:]
+            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal, weight, *relative[1:]
         )
         return output
 
     def plain(qkv, bias, weight):
         changed = relative._replace(weight=weight)
-        return varlen.reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, relative=changed)
+        return varlen.reference(
+            qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, relative=changed
+        )
 
     inputs = (*with_bias(qkv), relative.weight)
     return close_to_plain(kernel, plain, inputs, [grad], error)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [2], [5, 20, 0, 0]], ids=str)
-def test_the_kernel_with_a_bias_by_distance_is_the_reference(lengths):
-    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [70], [2], [5, 20, 0, 0]], ids=str)
+def test_the_kernels_with_a_bias_by_distance_are_the_reference(lengths, dropout):
+    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, dropout=dropout)
 
 
 @pytest.mark.triton
-def test_a_bias_by_distance_of_half_precision_is_the_references():
-    drawn_ones = drawn([70, 9], dtype=torch.float16)
-    assert_relative_close(*drawn_ones, relative_of(dtype=torch.float16), error=3e-3)
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3]], ids=str)
+def test_causal_kernels_with_a_bias_by_distance_are_the_reference(lengths):
+    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, causal=True)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("heads", "width", "dtype", "error"), KINDS, ids=str)
+def test_a_bias_by_distance_of_heads_of_every_number_width_and_type_is_the_references(
+    heads, width, dtype, error
+):
+    drawn_ones = drawn([33, 1], heads, width, dtype)
+    assert_relative_close(*drawn_ones, relative_of(heads, dtype), error=1.5 * error)
+
+
+@pytest.mark.triton
+def test_a_token_alone_gives_a_bias_by_distance_no_gradient():
+    """Its softmax is 1 whatever the bias is."""
+    qkv, grad, cu_seqlens, seed = drawn([1])
+    weight, *others = relative_of()
+    weight.requires_grad_()
+    output, *_ = varlen._attention(
+        qkv, None, cu_seqlens, seed, 1, 0.0, SCALE, False, weight, *others
+    )
+    (gradient,) = torch.autograd.grad(output, weight, grad)
+    assert gradient.abs().max() < 1e-5
 
 
 @pytest.mark.triton
@@ -604,10 +631,48 @@ def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
     assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """Tensors of torch.empty and its like hold NaN until something is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.triton
-def test_the_gradient_of_a_bias_by_distance_is_the_same_in_every_run():
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_gradient_of_scores_is_read_that_was_not_written(causal, unwritten_is_nan):
+    assert drawn([2])[0].new_empty(3).isnan().all()
+    drawn_ones = drawn([130, 3, 0])
+    assert_relative_close(*drawn_ones, relative_of(), error=1e-5, longest=256, causal=causal)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_gradient_of_a_bias_is_the_sum_of_each_buckets_gradients_of_scores(groups, monkeypatch):
+    monkeypatch.setattr(varlen, "GROUPS", groups)
+    *_, cu_seqlens, _ = drawn([70, 0, 1, 30, 64, 5])
+    relative = relative_of()
+    torch.manual_seed(3)
+    ds = torch.randn(2, int(cu_seqlens[-1]), 128, device=DEVICE)
+    expected = torch.zeros_like(relative.weight)
+    for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+        length = end - begin
+        ds[:, begin:end, length:] = 0.0
+        for k, q in itertools.product(range(length), repeat=2):
+            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            expected[bucket] += ds[:, begin + k, q]
+    found = varlen._sums_by_distance(
+        ds, cu_seqlens, relative.buckets, len(expected), False, torch.float32
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.triton
+def test_the_gradients_with_a_bias_by_distance_are_the_same_in_every_run():
     runs = [assert_relative_close(*drawn([130, 3]), relative_of(), error=1e-5) for _ in range(2)]
-    assert torch.equal(runs[0][-1], runs[1][-1])
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.triton
