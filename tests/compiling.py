@@ -66,7 +66,8 @@ def call_norms(half: torch.dtype, has_fp8: bool) -> None:
     fused_norm._norm_backward(hidden, hidden, None, *rest)
     if has_fp8:
         fused_norm._norm(*inputs, copies=True)
-        fused_norm._norm_backward(hidden, hidden, hidden, *rest, copies=True)
+        for alone in (False, True):
+            fused_norm._norm_backward(hidden, hidden, hidden, *rest, True, alone)
 
 
 def call_gelu(half: torch.dtype, has_fp8: bool) -> None:
@@ -128,17 +129,19 @@ def call_attention(half: torch.dtype, has_fp8: bool) -> None:
     for bias, causal, others, given in cases:
         options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal, **others}
         varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options, placeholder=given)
-        varlen_attention._attention_backward(
-            output,
-            qkv,
-            bias,
-            output,
-            logsumexp,
-            cu_seqlens,
-            seed(),
-            **options,
-            copies=given is not None,
-        )
+        for alone in (False, True) if given is not None else (False,):
+            varlen_attention._attention_backward(
+                output,
+                qkv,
+                bias,
+                output,
+                logsumexp,
+                cu_seqlens,
+                seed(),
+                **options,
+                copies=given is not None,
+                copy_alone=alone,
+            )
 
 
 def make_optimizers(half: torch.dtype) -> None:

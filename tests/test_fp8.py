@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.kernels import common, fp8, fused_norm
+from qa_lib.kernels import common, fp8, fused_norm, varlen_attention
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
@@ -333,18 +333,20 @@ def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
 
 
 class Handed(torch.autograd.Function):
-    """Its input as it is; the gradient goes to a placeholder in e5m2 as well."""
+    """Its input as it is; the gradient goes to a placeholder in e5m2 as well, or there alone."""
 
     @staticmethod
-    def forward(ctx, x, placeholder):
+    def forward(ctx, x, placeholder, grad8_alone):
         ctx.shape = placeholder.shape
+        ctx.grad8_alone = grad8_alone
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, fp8._in_8_bits(
+        grad8 = fp8._in_8_bits(
             grad.reshape(ctx.shape), fp8.GRADIENT, fp8.E5M2_MAX, torch.float8_e5m2
         )
+        return None if ctx.grad8_alone else grad, grad8, None
 
 
 def copy_of(x):
@@ -359,14 +361,16 @@ def copies_as_on_a_gpu(monkeypatch):
     plain_norm = fused_blocks.fused_norm
     plain_attention = attention.varlen_attention_and_copy
 
-    def norm(x, *rest, placeholder, copies, **words):
-        x = x if placeholder is None else Handed.apply(x, placeholder)
+    def norm(x, *rest, placeholder, copies, grad8_alone, **words):
+        x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
         output, second, _ = plain_norm(x, *rest, **words)
         return output, second, copy_of(output) if copies else None
 
-    def attend(qkv, *rest, placeholder, **words):
-        qkv = Handed.apply(qkv, placeholder)
-        output, _ = plain_attention(qkv, *rest, placeholder=placeholder, **words)
+    def attend(qkv, *rest, placeholder, grad8_alone, **words):
+        qkv = Handed.apply(qkv, placeholder, grad8_alone)
+        output, _ = plain_attention(
+            qkv, *rest, placeholder=placeholder, grad8_alone=grad8_alone, **words
+        )
         return output, copy_of(output)
 
     monkeypatch.setattr(fused_blocks, "fused_norm", norm)
@@ -401,8 +405,8 @@ def test_operands_that_are_handed_on_are_those_that_a_cast_would_make(
 
 
 def test_layers_that_are_computed_again_have_the_gradients_of_others(copies_as_on_a_gpu):
-    once = loss_and_gradients("E-fp8-all")
-    again = loss_and_gradients("E-fp8-all", activation_checkpointing=True)
+    once = loss_and_gradients("E-fp8-gradients")
+    again = loss_and_gradients("E-fp8-gradients", activation_checkpointing=True)
     torch.testing.assert_close(again, once, rtol=0, atol=0)
 
 
@@ -418,9 +422,12 @@ def test_of_all_operands_but_gelus_only_the_first_layers_input_is_cast(
 
 @pytest.fixture
 def launches(monkeypatch) -> list:
-    """The kernels that would be launched on a GPU, for models among fake tensors."""
-    kernels = []
-    monkeypatch.setattr(common, "_compile_in_thread", lambda kernel, *_: kernels.append(kernel))
+    """The kernels that would be launched on a GPU, for models among fake tensors.
+
+    Each with its arguments by name.
+    """
+    calls = []
+    monkeypatch.setattr(common, "_compile_in_thread", lambda *call: calls.append(call[:2]))
     # Autograd wants a GPU for tensors that say that they lie on one.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
 
@@ -429,7 +436,7 @@ def launches(monkeypatch) -> list:
         return a.new_empty(len(a), b.shape[1], dtype=out_dtype)
 
     monkeypatch.setattr(torch, "_scaled_mm", product)
-    return kernels
+    return calls
 
 
 @pytest.mark.parametrize(
@@ -439,20 +446,51 @@ def launches(monkeypatch) -> list:
 def test_on_a_gpu_a_step_casts_one_operand_and_weights_of_one_shape_at_once(
     kind, variant, shapes, tmp_path, request
 ):
-    model, packed, inputs = in_bf16(variant, checkpoint(kind, tmp_path))
-    launches = request.getfixturevalue("launches")
-
-    def forward() -> torch.Tensor:
-        cast_weights(model)
-        return packed(**inputs).loss
-
-    compile_kernels(forward, model)
+    launches = [kernel for kernel, _ in launched_by(variant, checkpoint(kind, tmp_path), request)]
     assert launches.count(fp8.cast_kernel) == (variant != "E-fp8-uncompiled")
     # Input and gradient of the projections; of the feed-forward block, its input and its gradient.
     turns = 4 * LAYERS if variant == "E-fp8-gradients" else 0
     assert launches.count(fp8.turned_kernel) == turns
     assert launches.count(fp8.weights_in_e4m3_kernel) == shapes
     assert launches.count(fused_norm.norm_backward_kernel) == 2 * LAYERS
+
+
+def launched_by(variant, folder, request) -> list[tuple]:
+    """What the fixture `launches` has after a step of a variant."""
+    model, packed, inputs = in_bf16(variant, folder)
+    calls = request.getfixturevalue("launches")
+
+    def forward() -> torch.Tensor:
+        cast_weights(model)
+        return packed(**inputs).loss
+
+    compile_kernels(forward, model)
+    return calls
+
+
+@pytest.mark.parametrize(
+    ("variant", "read"), [("E-fp8-all", (2, 1)), ("E-fp8-gradients", (1, 0))], ids=str
+)
+@pytest.mark.parametrize("kind", ["bert", "mpnet"])
+def test_on_a_gpu_no_gradient_is_written_in_bf16_that_only_a_weights_gradient_would_read(
+    kind, variant, read, tmp_path, request
+):
+    """E-fp8-gradients has one in bf16 a layer: that of the linear layer after attention.
+
+    With MPNet's bias by distance attention's gradient is written by two kernels.
+    """
+    calls = launched_by(variant, checkpoint(kind, tmp_path), request)
+    of_norms = [a["gemm_grad"] for kernel, a in calls if kernel is fused_norm.norm_backward_kernel]
+    backward = varlen_attention.varlen_attention_backward
+    of_queries = varlen_attention.query_backward_kernel
+    of_attention = [a["qkv_grad"] for kernel, a in calls if kernel in (backward, of_queries)]
+    written = tuple(
+        sum(gradient is not None for gradient in gradients)
+        for gradients in (of_norms, of_attention)
+    )
+    of_layer_norms, of_layer_attention = read
+    writers = 2 if kind == "mpnet" else 1
+    assert written == (LAYERS * of_layer_norms, LAYERS * writers * of_layer_attention)
 
 
 def test_a_weight_that_was_cast_ahead_is_taken_once(monkeypatch):

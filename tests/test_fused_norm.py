@@ -346,10 +346,22 @@ def test_dynamo_traces_the_whole_model_after_a_pass_among_fake_tensors():
 
 def with_copies(inputs, grad, seed, dropout):
     """A norm's output with its e4m3 copy, and the gradient of `x` with its e5m2 copy."""
+    (output, copy8), (x_grad, x_grad8, *_) = gradients_in_8_bits(inputs, grad, seed, dropout)
+    return (output, copy8), (x_grad, x_grad8)
+
+
+def gradients_in_8_bits(inputs, grad, seed, dropout, alone=False):
+    """A norm's output with its copy, and the gradients of `x`, of its placeholder and of others.
+
+    With `alone`, x has no gradient, which is None.
+    """
     x, *others = (tensor.detach().requires_grad_() for tensor in inputs)
     placeholder = fp8.placeholder_of(x).requires_grad_()
-    output, _, copy8 = fused_norm._BothWays.apply(x, *others, seed, dropout, EPS, placeholder, True)
-    gradients = torch.autograd.grad(output, (x, placeholder), grad)
+    output, _, copy8 = fused_norm._BothWays.apply(
+        x, *others, seed, dropout, EPS, placeholder, True, alone
+    )
+    leaves = (x, placeholder, *others)
+    gradients = torch.autograd.grad(output, leaves, grad, allow_unused=True)
     return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
 
 
@@ -376,6 +388,22 @@ def test_copies_change_nothing_of_what_they_are_copies_of():
     expected, wanted_x_grad, *_ = with_gradients(by_kernel(seed, 0.1), inputs, grad)
     assert torch.equal(output, expected)
     assert torch.equal(x_grad, wanted_x_grad)
+
+
+def assert_alone_changes_nothing_else(dtype) -> None:
+    """Without a gradient of x in its own type, all other gradients have the same bits."""
+    inputs, grad, seed = drawn(5, 33, dtype)
+    _, (x_grad, *gradients) = gradients_in_8_bits(inputs, grad, seed, 0.1, alone=True)
+    _, (_, *expected) = gradients_in_8_bits(inputs, grad, seed, 0.1)
+    assert x_grad is None
+    for found, wanted in zip(gradients, expected, strict=True):
+        assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(dtype):
+    assert_alone_changes_nothing_else(dtype)
 
 
 @pytest.mark.triton
@@ -511,10 +539,12 @@ def norm_backward(grid, grad, other, gemm_out, residual, statistics, partials, W
     if a["ADDS"] and a["SUMMED"]:
         x_grad = x_grad + other
     a["residual_grad"].copy_(x_grad)
-    a["gemm_grad"].copy_(x_grad * kept)
+    gemm_grad = (x_grad * kept).view(x.shape)
+    if a["gemm_grad"] is not None:
+        a["gemm_grad"].copy_(gemm_grad.view(residual.shape))
     if a["FACTOR"]:
-        a["gemm_grad8"].copy_(in_8_bits(a["gemm_grad"], a["gemm_grad8"]).view(x.shape))
-    of_rows = torch.stack([a["gemm_grad"].view(x.shape), grad * x, grad], 1)
+        a["gemm_grad8"].copy_(in_8_bits(gemm_grad, a["gemm_grad8"]))
+    of_rows = torch.stack([gemm_grad, grad * x, grad], 1)
     for program in range(len(partials)):
         partials[program] = of_rows[program :: len(partials)].sum(0)
 
@@ -600,6 +630,12 @@ def test_what_surrounds_the_kernels_of_a_norm_hands_on_copies_in_8_bits(kernels_
         expected = in_8_bits(stored, copy8)
         assert copy8.shape == expected.shape
         assert torch.equal(copy8.float(), expected.float())
+
+
+def test_what_surrounds_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(
+    kernels_in_pytorch,
+):
+    assert_alone_changes_nothing_else(torch.float32)
 
 
 def test_a_norm_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):

@@ -200,14 +200,17 @@ def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
     library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
-def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None)):
-    """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy."""
+def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None), alone=False):
+    """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy.
+
+    With `alone` the former gradient is None.
+    """
     qkv = qkv.requires_grad_()
     placeholder = fp8.placeholder_of(qkv.detach().flatten(1)).requires_grad_()
     output, _, copy8 = varlen._attention(
-        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder
+        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder, alone
     )
-    gradients = torch.autograd.grad(output, (qkv, placeholder), grad)
+    gradients = torch.autograd.grad(output, (qkv, placeholder), grad, allow_unused=alone)
     return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
 
 
@@ -229,6 +232,21 @@ def test_copies_change_nothing_of_what_they_are_copies_of():
     expected, wanted_grad, _ = with_gradients(kernel, with_bias(qkv), grad)
     assert torch.equal(output, expected)
     assert torch.equal(qkv_grad, wanted_grad)
+
+
+def assert_alone_has_the_same_copy(tensors, longest, relative=(None, None, None)) -> None:
+    """The gradient's copy has the same bits where the gradient itself is left out."""
+    _, (gradient, found) = with_copies(*tensors, longest, relative, alone=True)
+    _, (_, wanted) = with_copies(*tensors, longest, relative)
+    assert gradient is None
+    assert torch.equal(found.float(), wanted.float())
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("has_relative", [False, True])
+def test_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(has_relative):
+    relative = relative_of() if has_relative else (None, None, None)
+    assert_alone_has_the_same_copy(drawn([37, 0, 2]), longest=37, relative=relative)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -441,13 +459,15 @@ class InPyTorch:
         output_grad = grad.transpose(0, 1)
         slope = p * (output_grad @ value.mT * kept - delta[:, :, None]) * scale
         grads = (slope @ key, slope.mT @ query, (p * kept).mT @ output_grad)
-        qkv_grad.copy_(torch.stack(grads).permute(2, 0, 1, 3))
+        stacked = torch.stack(grads).permute(2, 0, 1, 3)
+        if qkv_grad is not None:
+            qkv_grad.copy_(stacked)
         if a["FACTOR"]:
-            a["qkv_grad8"].copy_(in_8_bits(qkv_grad, a["qkv_grad8"]).flatten(1))
+            a["qkv_grad8"].copy_(in_8_bits(stacked, a["qkv_grad8"]).flatten(1))
         if a["SUMS"]:
             assert len(partials) == blocks * segments
             partials[1:] = 0.0
-            partials[0] = qkv_grad.sum(0).flatten()
+            partials[0] = stacked.sum(0).flatten()
 
 
 @pytest.fixture
@@ -482,6 +502,12 @@ def test_what_surrounds_the_kernels_hands_on_copies_in_8_bits(kernels_in_pytorch
     for stored, copy8 in with_copies(qkv, *rest, longest=LONGEST):
         expected = in_8_bits(stored, copy8).view(copy8.shape)
         assert torch.equal(copy8.float(), expected.float())
+
+
+def test_what_surrounds_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(
+    kernels_in_pytorch,
+):
+    assert_alone_has_the_same_copy([tensor.cpu() for tensor in drawn([5, 0, 9])], longest=LONGEST)
 
 
 def test_attention_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
@@ -540,34 +566,61 @@ def test_out_of_training_fused_projections_drop_nothing(attention):
 # A bias by distance.
 
 
-def assert_relative_close(qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1):
-    """The kernel is near to the reference with that bias; return its results."""
-    longest = int(cu_seqlens.diff().max())
+def assert_relative_close(
+    qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1, longest=None, causal=False
+):
+    """The kernels are near to the reference with that bias; return their results."""
+    longest = longest or int(cu_seqlens.diff().max())
 
     def kernel(qkv, bias, weight):
         output, *_ = varlen._attention(
-            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, False, weight, *relative[1:]
+            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal, weight, *relative[1:]
         )
         return output
 
     def plain(qkv, bias, weight):
         changed = relative._replace(weight=weight)
-        return varlen.reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, relative=changed)
+        return varlen.reference(
+            qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, relative=changed
+        )
 
     inputs = (*with_bias(qkv), relative.weight)
     return close_to_plain(kernel, plain, inputs, [grad], error)
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [2], [5, 20, 0, 0]], ids=str)
-def test_the_kernel_with_a_bias_by_distance_is_the_reference(lengths):
-    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5)
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [70], [2], [5, 20, 0, 0]], ids=str)
+def test_the_kernels_with_a_bias_by_distance_are_the_reference(lengths, dropout):
+    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, dropout=dropout)
 
 
 @pytest.mark.triton
-def test_a_bias_by_distance_of_half_precision_is_the_references():
-    drawn_ones = drawn([70, 9], dtype=torch.float16)
-    assert_relative_close(*drawn_ones, relative_of(dtype=torch.float16), error=3e-3)
+@pytest.mark.parametrize("lengths", [LENGTHS, [130, 3]], ids=str)
+def test_causal_kernels_with_a_bias_by_distance_are_the_reference(lengths):
+    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, causal=True)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize(("heads", "width", "dtype", "error"), KINDS, ids=str)
+def test_a_bias_by_distance_of_heads_of_every_number_width_and_type_is_the_references(
+    heads, width, dtype, error
+):
+    drawn_ones = drawn([33, 1], heads, width, dtype)
+    assert_relative_close(*drawn_ones, relative_of(heads, dtype), error=1.5 * error)
+
+
+@pytest.mark.triton
+def test_a_token_alone_gives_a_bias_by_distance_no_gradient():
+    """Its softmax is 1 whatever the bias is."""
+    qkv, grad, cu_seqlens, seed = drawn([1])
+    weight, *others = relative_of()
+    weight.requires_grad_()
+    output, *_ = varlen._attention(
+        qkv, None, cu_seqlens, seed, 1, 0.0, SCALE, False, weight, *others
+    )
+    (gradient,) = torch.autograd.grad(output, weight, grad)
+    assert gradient.abs().max() < 1e-5
 
 
 @pytest.mark.triton
@@ -578,10 +631,48 @@ def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
     assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
 
 
+@pytest.fixture
+def unwritten_is_nan():
+    """Tensors of torch.empty and its like hold NaN until something is written."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.triton
-def test_the_gradient_of_a_bias_by_distance_is_the_same_in_every_run():
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_gradient_of_scores_is_read_that_was_not_written(causal, unwritten_is_nan):
+    assert drawn([2])[0].new_empty(3).isnan().all()
+    drawn_ones = drawn([130, 3, 0])
+    assert_relative_close(*drawn_ones, relative_of(), error=1e-5, longest=256, causal=causal)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("groups", [1, 4])
+def test_the_gradient_of_a_bias_is_the_sum_of_each_buckets_gradients_of_scores(groups, monkeypatch):
+    monkeypatch.setattr(varlen, "GROUPS", groups)
+    *_, cu_seqlens, _ = drawn([70, 0, 1, 30, 64, 5])
+    relative = relative_of()
+    torch.manual_seed(3)
+    ds = torch.randn(2, int(cu_seqlens[-1]), 128, device=DEVICE)
+    expected = torch.zeros_like(relative.weight)
+    for begin, end in itertools.pairwise(cu_seqlens.tolist()):
+        length = end - begin
+        ds[:, begin:end, length:] = 0.0
+        for k, q in itertools.product(range(length), repeat=2):
+            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            expected[bucket] += ds[:, begin + k, q]
+    found = varlen._sums_by_distance(
+        ds, cu_seqlens, relative.buckets, len(expected), False, torch.float32
+    )
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.triton
+def test_the_gradients_with_a_bias_by_distance_are_the_same_in_every_run():
     runs = [assert_relative_close(*drawn([130, 3]), relative_of(), error=1e-5) for _ in range(2)]
-    assert torch.equal(runs[0][-1], runs[1][-1])
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first, second)
 
 
 @pytest.mark.triton

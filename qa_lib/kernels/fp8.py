@@ -21,7 +21,9 @@ numbers, from registers. Forward, such an *e4m3 copy* is an argument of the line
 Backward it is the function after a linear layer that makes the gradient, and autograd hands on one
 gradient for each result of the layer. So the layer has a second result, a *placeholder*: an e5m2
 tensor without contents, whose gradient is that of the first result in e5m2. The function after the
-layer takes both. Where it returns no gradient of the placeholder, the layer casts the other one.
+layer takes both. Where it returns no gradient of the placeholder, the layer casts the other one. A
+layer whose weight's gradient has 8 bits, and that sums no bias's, reads the e5m2 one alone: told so
+(`grad8_alone`), the function after it writes and returns no other.
 """
 
 from collections.abc import Sequence
@@ -91,6 +93,7 @@ class _Fp8Linear(torch.autograd.Function):
         rows8 = in_e4m3(rows, ACTIVATION) if x8 is None else x8.view(rows.shape)
         weight8, transposed8 = weight_in_e4m3(weight)
         ctx.save_for_backward(rows8 if weight_grad8 else rows, transposed8)
+        ctx.shape = x.shape
         ctx.weight_grad8 = weight_grad8
         ctx.trains_bias = bias is not None and bias.requires_grad
         ctx.is_transposed = not weight.is_contiguous()
@@ -105,7 +108,7 @@ class _Fp8Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad8=None):
         rows, transposed8 = ctx.saved_tensors
-        grad_rows = grad.reshape(-1, grad.shape[-1])
+        grad_rows = None if grad is None else grad.reshape(-1, grad.shape[-1])
         if grad8 is None:
             grad8 = in_e5m2(grad_rows, GRADIENT)
         x_grad = scaled_mm(grad8, transposed8.t(), GRADIENT * WEIGHT)
@@ -114,7 +117,7 @@ class _Fp8Linear(torch.autograd.Function):
             w_grad = weight_grad_by_8_bits(turned(grad8), turned(rows), ctx.is_transposed)
         else:
             w_grad = weight_grad(grad_rows, rows, ctx.is_transposed)
-        return x_grad.view(*grad.shape[:-1], -1), w_grad, bias_grad, None, None, None
+        return x_grad.view(ctx.shape), w_grad, bias_grad, None, None, None
 
 
 def weight_grad(grad: torch.Tensor, rows: torch.Tensor, is_transposed: bool) -> torch.Tensor:

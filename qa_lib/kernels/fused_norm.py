@@ -29,7 +29,7 @@ same two kernels do both. Kept is s, which is there anyway, and not x.
 
 Where linear layers are in 8-bit floats, the forward kernel writes the e4m3 copy of its output that
 the next one reads, and the backward kernel the e5m2 copy of the gradient that goes into the one
-before (kernels/fp8.py).
+before (kernels/fp8.py); that alone, where the layer reads no other.
 
 On a CPU plain PyTorch takes the place of the kernels, and is what the tests hold them to. They are
 for GPUs of compute capability 7.5 and newer; on a T4, which has 7.5, they compile, and nobody has
@@ -69,14 +69,15 @@ def fused_norm(
     eps: float,
     placeholder: torch.Tensor | None = None,
     copies: bool = False,
+    grad8_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Return norm(residual + dropout(x + bias)) twice, of the residual's shape and type, and None.
 
     `x` and `residual` are [..., width], `bias`, `gamma` and `beta` [width]. `seed`, an int32 on the
     device, decides what is dropped out. `placeholder` came with x from a linear layer in 8 bits,
-    and gets the gradient of x in e5m2. The norm `copies` its output if the next linear layer is in
-    8 bits: the third result is then an e4m3 copy, times ACTIVATION. On a CPU, and compiled, nothing
-    is written in 8 bits.
+    and gets the gradient of x in e5m2; with `grad8_alone` x itself gets none. The norm `copies` its
+    output if the next linear layer is in 8 bits: the third result is then an e4m3 copy, times
+    ACTIVATION. On a CPU, and compiled, nothing is written in 8 bits.
 
     The first result is for the next linear layer, the second for the norm after it, as its
     residual. Without a compiler they are two tensors on one memory, so that the backward pass gets
@@ -90,7 +91,7 @@ def fused_norm(
     if torch.compiler.is_compiling():
         output, *_ = _norm(*inputs)
         return output, output, None
-    output, second, output8 = _BothWays.apply(*inputs, placeholder, copies)
+    output, second, output8 = _BothWays.apply(*inputs, placeholder, copies, grad8_alone)
     return output, second, output8.view(torch.float8_e4m3fn) if copies else None
 
 
@@ -113,11 +114,13 @@ class _BothWays(torch.autograd.Function):
         eps,
         placeholder=None,
         copies=False,
+        grad8_alone=False,
     ):
         inputs = (x, bias, residual, gamma, beta, seed, dropout, eps, False, copies)
         output, statistics, total, output8 = _norm(*inputs)
         _setup_context(ctx, inputs, (output, statistics, total, output8))
         ctx.has_placeholder = placeholder is not None
+        ctx.grad8_alone = grad8_alone
         # No view of the output, through which autograd would look.
         second = output.new_empty(0).set_(output)
         return output, second, output8
@@ -126,10 +129,14 @@ class _BothWays(torch.autograd.Function):
     def backward(ctx, grad, second_grad, _):
         if grad is None:
             grad, second_grad = second_grad, None
-        gradients, x_grad8 = _gradients(ctx, grad, second_grad, ctx.has_placeholder)
+        (x_grad, *gradients), x_grad8 = _gradients(
+            ctx, grad, second_grad, ctx.has_placeholder, ctx.grad8_alone
+        )
         if not ctx.has_placeholder:
             x_grad8 = None
-        return *gradients, None, None, None, x_grad8, None
+        if ctx.grad8_alone:
+            x_grad = None
+        return x_grad, *gradients, None, None, None, x_grad8, None, None
 
 
 def fused_add_norm(
@@ -230,17 +237,18 @@ def _norm_backward(
     dropout: float,
     dtype: torch.dtype,
     copies: bool = False,
+    copy_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of x, in type `dtype`, of the residual, and of the weights.
 
     The third is [3, width], for bias, gamma and beta, in the bias's type. The output's gradient is
     `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was normed, and
     `other` the gradient of that sum. The fourth is the e5m2 copy [rows, width] of the gradient of
-    x, empty unless the caller `copies` that.
+    x, empty unless the caller `copies` that; where the `copy_alone` is wanted, the first is empty.
     """
     *_, width = residual.shape
     rows = residual.numel() // width
-    x_grad = residual.new_empty(residual.shape, dtype=dtype)
+    x_grad = residual.new_empty(0 if copy_alone else residual.shape, dtype=dtype)
     x_grad8 = residual.new_empty((rows, width) if copies else 0, dtype=torch.float8_e5m2)
     residual_grad = residual.new_empty(residual.shape)
     partials = residual.new_empty(min(rows, PROGRAMS), 3, width, dtype=torch.float32)
@@ -255,7 +263,7 @@ def _norm_backward(
         gamma=gamma,
         seed=seed,
         statistics=statistics,
-        gemm_grad=x_grad,
+        gemm_grad=None if copy_alone else x_grad,
         gemm_grad8=x_grad8 if copies else None,
         residual_grad=residual_grad,
         partials=partials,
@@ -287,14 +295,14 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, grad, _, total_grad, __):
     other = total_grad if ctx.keeps else None
-    gradients, _ = _gradients(ctx, grad, other, copies=False)
+    gradients, _ = _gradients(ctx, grad, other, copies=False, copy_alone=False)
     return *gradients, None, None, None, None, None
 
 
-def _gradients(ctx, grad, other, copies):
+def _gradients(ctx, grad, other, copies, copy_alone):
     """Return the gradients of x, bias, residual, gamma and beta, and the e5m2 copy of the first."""
     x_grad, residual_grad, weight_grads, x_grad8 = _norm_backward(
-        grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype, copies
+        grad, other, *ctx.saved_tensors, ctx.dropout, ctx.dtype, copies, copy_alone
     )
     bias_grad, gamma_grad, beta_grad = weight_grads
     return (x_grad, bias_grad, residual_grad, gamma_grad, beta_grad), x_grad8
@@ -312,6 +320,7 @@ def _power_of_2(size: int) -> int:
 # [rows, WIDTH], bias, gamma and beta [WIDTH], statistics [2, rows]. An element's number, for
 # dropout, is its place in memory. A name that ends in 8 is that of a copy in 8 bits, of what is
 # stored under the name without it, times FACTOR and within ±MAX; with a FACTOR of 0 there is none.
+# The copy of the gradient has the same bits where gemm_grad is None and the copy is stored alone.
 
 
 @jit(do_not_specialize=["threshold"])
@@ -446,9 +455,10 @@ def norm_backward_kernel(
         tl.store(residual_grad + at, x_grad.to(residual_grad.dtype.element_ty), mask=inside)
         if DROPS:
             x_grad = tl.where(keep, x_grad * kept_scale, 0.0)
-        rounded = x_grad.to(gemm_grad.dtype.element_ty)
-        tl.store(gemm_grad + at, rounded, mask=inside)
+        if gemm_grad is not None:
+            tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
         if FACTOR != 0.0:
+            rounded = x_grad.to(gemm_out.dtype.element_ty)
             rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
             tl.store(gemm_grad8 + at, rounded8, mask=inside)
         bias_sum += x_grad

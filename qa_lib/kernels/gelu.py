@@ -146,6 +146,7 @@ class _Fp8FeedForward(torch.autograd.Function):
         inner = fp8.scaled_mm(rows8, up8.t(), scale)
         kept_rows = rows8 if weight_grad8 else rows
         ctx.save_for_backward(kept_rows, inner, bias, up_transposed8, down_transposed8)
+        ctx.shape = x.shape
         ctx.weight_grad8 = weight_grad8
         ctx.tanh = tanh
         ctx.has_last = last is not None
@@ -161,7 +162,7 @@ class _Fp8FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad, grad8=None):
         rows, inner, bias, up_transposed8, down_transposed8 = ctx.saved_tensors
-        grad_rows = grad.reshape(-1, grad.shape[-1])
+        grad_rows = None if grad is None else grad.reshape(-1, grad.shape[-1])
         if grad8 is None:
             grad8 = fp8.in_e5m2(grad_rows, GRADIENT)
         scale = GRADIENT * WEIGHT
@@ -183,8 +184,8 @@ class _Fp8FeedForward(torch.autograd.Function):
             up_grad = fp8.weight_grad(inner_grad, rows, ctx.up_is_transposed)
             down_grad = fp8.weight_grad(grad_rows, output, ctx.down_is_transposed)
         x_grad = fp8.scaled_mm(inner_grad8, up_transposed8.t(), scale)
-        x_grad = x_grad.view(*grad.shape[:-1], -1)
         last_grad = grad_rows.sum(0) if ctx.has_last else None
+        x_grad = x_grad.view(ctx.shape)
         return x_grad, up_grad, bias_grad, None, down_grad, last_grad, None, None, None
 
 

@@ -13,7 +13,8 @@ different here:
 - Backward, scores S are computed twice: once for dK and dV of the program's keys and values, over
   all queries, and once for dQ of its queries, over all keys. That is 7 products where
   FlashAttention takes 5, but nothing is added up by several programs: no atomic additions, no fp32
-  gradients in memory, and equal results in every run.
+  gradients in memory, and equal results in every run. With a bias by distance it is otherwise, see
+  below.
 - For output O with gradient dO and the softmax P of the scores, dS = P * (dP - delta) with
   delta = rowsum(dO * O), and dropout in dP. delta is a small kernel of its own; within the other,
   every block of keys would compute it again.
@@ -30,12 +31,22 @@ different here:
 - A bias of the scores by distance (RelativeBias; MPNet's, T5's) is a row of numbers for each head,
   1 KB for 128 tokens in each direction, which stays in the first cache. A score reads one of them
   and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along a
-  diagonal, over all tiles of all programs. A program sums the diagonals of its queries' tiles into
-  the buckets that share a number (add_to_buckets), and leaves 32 sums: again nothing is added up by
-  several programs. Where there is no bias, none of this is in the program.
+  diagonal, over all segments. Where there is no bias, none of this is in the program.
+- With such a bias, dS is computed once and stored in the type of `qkv`, and the backward pass has
+  three kernels. The first computes dK, dV and dS (varlen_attention_backward), the second dQ = dS K
+  (query_backward_kernel), and the third the sums of dS by distance (distance_sums_kernel). Two of
+  the seven products go, and exponentials, biases and dropout's hash are computed once, not twice.
+  Sums along diagonals take many instructions for each tile. The third kernel adds up the tiles of
+  many segments first, and sums the diagonals of the total. Still nothing is added up by several
+  programs.
+- Stored, dS saves instructions and costs bytes. For 32 samples of SQuAD and 12 heads it is 26 MB,
+  written once and read twice. On one H200 such a layer's backward pass took 163 µs, where one
+  kernel took 208. Without a bias there are fewer instructions to save, and no sums: BERT's took
+  78 µs with two kernels and 76 with one, and keeps the one.
 - Where the linear layers before and after it are in 8-bit floats (kernels/fp8.py), the forward
   kernel writes the e4m3 copy of the output, and the backward kernel the e5m2 copy of the gradient
-  of `qkv`, beside each other in the same places.
+  of `qkv`, beside each other in the same places. Where the layer before reads no other, the copy
+  is all that it writes.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -61,10 +72,15 @@ from qa_lib.kernels.common import (
 from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
-# second at a time. For heads 64 wide and with dropout no register spills (by the compiler's word).
+# second at a time. For heads 64 wide, with dropout and without a bias by distance, no register
+# spills (by the compiler's word).
 FORWARD = {"QUERIES": 64, "KEYS": 32, "num_warps": 4, "num_stages": 3}
 BACKWARD = {"BLOCK": 64, "STEP": 32, "num_warps": 4, "num_stages": 3, "maxnreg": 168}
 DELTA = {"TOKENS": 64, "num_warps": 4}
+# So many programs share the segments of a sum by distance. Each of them sums diagonals: the whole
+# backward pass of a layer took 163 µs with 4 and 175 with 8 (one H200, 32 samples of SQuAD).
+GROUPS = 4
+DISTANCE_SUMS = {"STAGES": 3, "num_warps": 4}
 # Causal attention has longer segments. Its KEYS must divide QUERIES, and the STEP above its BLOCK.
 CAUSAL_FORWARD = {"QUERIES": 64, "KEYS": 64, "num_warps": 4, "num_stages": 3}
 
@@ -129,12 +145,14 @@ def varlen_attention_and_copy(
     scale: float,
     relative: RelativeBias | None,
     placeholder: torch.Tensor,
+    grad8_alone: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
 
     Call it where the linear layers before and after attention are in 8 bits, and nothing is
     compiled by PyTorch.
-    `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2.
+    `placeholder` came with `qkv` from the first of these, and gets the gradient of `qkv` in e5m2;
+    with `grad8_alone` `qkv` itself gets none.
     """
     if not qkv.is_cuda:
         output = varlen_attention(
@@ -143,7 +161,17 @@ def varlen_attention_and_copy(
         return output, None
     of_distances = (None, None, None) if relative is None else relative
     output, _, output8 = _attention(
-        qkv, bias, cu_seqlens, seed, longest, dropout, scale, False, *of_distances, placeholder
+        qkv,
+        bias,
+        cu_seqlens,
+        seed,
+        longest,
+        dropout,
+        scale,
+        False,
+        *of_distances,
+        placeholder,
+        grad8_alone,
     )
     return output, output8.view(torch.float8_e4m3fn)
 
@@ -245,13 +273,14 @@ def _attention(
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     placeholder: torch.Tensor | None = None,
+    grad8_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the output [tokens, heads, width], logsumexp, fp32 [heads, tokens], and a copy.
 
     logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. `weight`,
     `buckets` and `table` are a RelativeBias. The copy is the output's in e4m3, as bytes, of which
     autograd knows that they have no gradient. It is empty without a `placeholder`, which gets the
-    gradient of `qkv` in e5m2.
+    gradient of `qkv` in e5m2; with `grad8_alone` `qkv` itself gets none.
     """
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
@@ -304,25 +333,26 @@ def _attention_backward(
     buckets: torch.Tensor | None = None,
     table: torch.Tensor | None = None,
     copies: bool = False,
+    copy_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
 
     Those of what is None are empty. The fourth result is the e5m2 copy [tokens, 3 x heads x width]
-    of the first, empty unless the caller `copies` that.
+    of the first, empty unless the caller `copies` that; where the `copy_alone` is wanted, the first
+    is empty.
     """
     tokens, _, heads, width = qkv.shape
     blocks = -(-longest // BACKWARD["BLOCK"])
     segments = len(cu_seqlens) - 1
-    qkv_grad = qkv.new_empty(qkv.shape)
+    qkv_grad = qkv.new_empty(0 if copy_alone else qkv.shape)
     qkv_grad8 = qkv.new_empty((tokens, 3 * heads * width) if copies else 0, dtype=torch.float8_e5m2)
     partials = qkv.new_empty(
         segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
     )
-    number_of_buckets = 0 if weight is None else len(weight)
-    bucket_partials = qkv.new_empty(
-        segments * blocks, number_of_buckets, heads, dtype=torch.float32
-    )
+    span = blocks * BACKWARD["BLOCK"]
+    ds = None if weight is None else qkv.new_empty(heads, tokens, span)
     grad = grad.contiguous()
+    qkv = qkv.contiguous()
     delta = torch.empty_like(logsumexp)
     launch(
         delta_kernel,
@@ -335,43 +365,83 @@ def _attention_backward(
         WIDTH=width,
         **DELTA,
     )
+    # What both kernels take that may compute the gradients of queries.
+    shared = {
+        "qkv": qkv,
+        "cu_seqlens": cu_seqlens,
+        "qkv_grad": None if copy_alone else qkv_grad,
+        "qkv_grad8": qkv_grad8 if copies else None,
+        "ds": ds,
+        "partials": partials,
+        "tokens": tokens,
+        "span": span,
+        "scale": scale,
+        "HEADS": heads,
+        "WIDTH": width,
+        "SUMS": bias is not None,
+        "CAUSAL": causal,
+        "FACTOR": GRADIENT if copies else 0.0,
+        "MAX": E5M2_MAX,
+        **BACKWARD,
+    }
     launch(
         varlen_attention_backward,
         (blocks, heads, segments),
         grad=grad,
-        qkv=qkv.contiguous(),
         delta=delta,
         logsumexp=logsumexp,
-        cu_seqlens=cu_seqlens,
         seed=seed,
-        qkv_grad=qkv_grad,
-        qkv_grad8=qkv_grad8 if copies else None,
-        partials=partials,
         table=table,
-        buckets=buckets,
-        bucket_partials=bucket_partials,
-        tokens=tokens,
-        scale=scale,
         threshold=_threshold(dropout),
         kept_scale=_dropout_scale(dropout),
-        HEADS=heads,
-        WIDTH=width,
         DROPS=dropout > 0,
-        SUMS=bias is not None,
-        CAUSAL=causal,
         REACH=_reach(buckets),
-        BUCKETS=max(1, number_of_buckets),
-        FACTOR=GRADIENT if copies else 0.0,
-        MAX=E5M2_MAX,
-        **BACKWARD,
+        **shared,
     )
+    weight_grad = qkv.new_empty(0)
+    if weight is not None:
+        launch(query_backward_kernel, (blocks, heads, segments), **shared)
+        weight_grad = _sums_by_distance(ds, cu_seqlens, buckets, len(weight), causal, weight.dtype)
     bias_grad = qkv.new_empty(0)
     if bias is not None:
         bias_grad = sum_partials(partials, bias.dtype)
-    weight_grad = qkv.new_empty(0)
-    if weight is not None:
-        weight_grad = sum_partials(bucket_partials, weight.dtype)
     return qkv_grad, bias_grad, weight_grad, qkv_grad8
+
+
+def _sums_by_distance(
+    ds: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    buckets: torch.Tensor,
+    number_of_buckets: int,
+    causal: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """Return the gradient of a RelativeBias's weight [buckets, heads], in type `dtype`.
+
+    It is the sum of `ds` [heads, tokens, span] for each bucket of distances.
+    """
+    heads, tokens, span = ds.shape
+    tiles = (span // BACKWARD["BLOCK"]) ** 2
+    partials = ds.new_empty(GROUPS * tiles, number_of_buckets, heads, dtype=torch.float32)
+    launch(
+        distance_sums_kernel,
+        (tiles, heads, GROUPS),
+        ds=ds,
+        cu_seqlens=cu_seqlens,
+        buckets=buckets,
+        partials=partials,
+        segments=len(cu_seqlens) - 1,
+        tokens=tokens,
+        span=span,
+        HEADS=heads,
+        BLOCK=BACKWARD["BLOCK"],
+        STEP=BACKWARD["STEP"],
+        CAUSAL=causal,
+        REACH=_reach(buckets),
+        BUCKETS=number_of_buckets,
+        **DISTANCE_SUMS,
+    )
+    return sum_partials(partials, dtype)
 
 
 def _reach(buckets: torch.Tensor | None) -> int:
@@ -380,7 +450,8 @@ def _reach(buckets: torch.Tensor | None) -> int:
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table, placeholder = inputs
+    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs[:-2]
+    placeholder, ctx.grad8_alone = inputs[-2:]
     attended, logsumexp, _ = output
     ctx.save_for_backward(qkv, bias, attended, logsumexp, cu_seqlens, seed, weight, buckets, table)
     ctx.has_placeholder = placeholder is not None
@@ -403,16 +474,19 @@ def _backward(ctx, grad, _, __):
         *ctx.options,
         *relative,
         ctx.has_placeholder,
+        ctx.grad8_alone,
     )
     if not ctx.has_placeholder:
         qkv_grad8 = None
+    if ctx.grad8_alone:
+        qkv_grad = None
     if not ctx.needs_input_grad[1]:
         bias_grad = None
     # Arguments at the end that have their defaults are not counted in needs_input_grad.
     if relative[0] is None or not ctx.needs_input_grad[8]:
         weight_grad = None
     nones = [None] * 6
-    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8
+    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8, None
 
 
 _attention.register_autograd(_backward, setup_context=_setup_context)
@@ -427,11 +501,16 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # `delta` [HEADS, tokens]; `cu_seqlens` [segments + 1]; `partials` [segments, blocks, 3, HEADS,
 # WIDTH]. A name that ends in _at is a pointer to the elements of a block. One that ends in 8 is
 # that of a copy in 8 bits, of what is stored under the name without it, times FACTOR and within
-# ±MAX; with a FACTOR of 0 there is none.
+# ±MAX; with a FACTOR of 0 there is none. The copy of the gradient has the same bits where
+# `qkv_grad` is None and the copy is stored alone.
 #
 # A RelativeBias is `table` [HEADS, 2 * REACH + 1], where distance 0 has the number REACH, and
-# `buckets`, as long as a row of it; the sums of its gradient go into `bucket_partials` [segments,
-# blocks, BUCKETS, HEADS]. Without one REACH is 0, and all that is of it is left out of the program.
+# `buckets`, as long as a row of it. With one, `ds` [HEADS, tokens, span] has the gradients of the
+# scaled scores: a row for each key, and in it a column for each query of the key's segment. `span`
+# is the longest segment's length, rounded up to a multiple of BLOCK. A row has zeros for queries
+# beyond the end, up to a whole STEP; no more of it is ever written or read. If CAUSAL, that holds
+# of queries in a BLOCK before the key's as well. Without a RelativeBias REACH is 0, `table` and
+# `ds` are None, and all that is of them is left out of the program.
 #
 # PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 # 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are
@@ -511,30 +590,12 @@ def distance_bias(table, head, distance, REACH: tl.constexpr):
 
 
 @jit
-def add_to_buckets(sums, ds, distance, buckets, REACH: tl.constexpr, BUCKETS: tl.constexpr):
-    """Add the gradients `ds` [queries, keys] of scores to the `sums` [BUCKETS] of their buckets.
+def ds_of_segment(ds, head, begin, tokens, span):
+    """Return the pointer to a head's gradients of scores in the segment that begins there.
 
-    `distance` is that from the first query to the first key. The queries are a multiple of the
-    keys.
-
-    Elements of one distance lie on a diagonal. Each row is turned by its number, so that diagonals
-    become columns: element (i, j) comes from column i + j, counted on from the first column again
-    where there are no more. A column then has a few diagonals, one for each time that the count
-    began anew, and these are summed one after the other. Sums of diagonals go to their buckets by
-    comparing numbers. All of it has one order, the same in every run.
+    `ds` may have more elements than 32 bits can count, and its part of a segment has fewer.
     """
-    QUERIES: tl.constexpr = ds.shape[0]
-    KEYS: tl.constexpr = ds.shape[1]
-    column = tl.arange(0, KEYS)
-    source = tl.arange(0, QUERIES)[:, None] + column[None, :]
-    turned = tl.gather(ds, source % KEYS, 1)
-    for turns in tl.static_range(QUERIES // KEYS + 1):
-        diagonals = tl.sum(tl.where(source // KEYS == turns, turned, 0.0), 0)
-        diagonal_distance = distance + column - turns * KEYS
-        number = REACH + tl.minimum(tl.maximum(diagonal_distance, -REACH), REACH)
-        is_of = tl.load(buckets + number)[:, None] == tl.arange(0, BUCKETS)[None, :]
-        sums += tl.sum(tl.where(is_of, diagonals[:, None], 0.0), 0)
-    return sums
+    return ds + (head * tokens + begin).to(tl.int64) * span
 
 
 @jit(do_not_specialize=["threshold"])
@@ -710,14 +771,14 @@ def varlen_attention_backward(
     seed,
     qkv_grad,
     qkv_grad8,
+    ds,
     partials,
     table,
-    buckets,
-    bucket_partials,
     tokens,
     scale,
     threshold,
     kept_scale,
+    span,
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -726,7 +787,6 @@ def varlen_attention_backward(
     SUMS: tl.constexpr,
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
-    BUCKETS: tl.constexpr,
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
 ):
@@ -734,7 +794,10 @@ def varlen_attention_backward(
 
     First come those of their keys and values, over STEP queries at a time, then those of their
     queries, over STEP keys at a time. With SUMS, the sums of each over the tokens go into
-    `partials`, and with REACH those of the scores of its queries into `bucket_partials`.
+    `partials`, and zeros for a block beyond the end.
+
+    If `ds` is not None, the gradients of the scores of these keys go there, and those of queries
+    are left to query_backward_kernel.
     """
     block, head, begin, length = locate(cu_seqlens)
     PART: tl.constexpr = HEADS * WIDTH
@@ -745,9 +808,6 @@ def varlen_attention_backward(
         if SUMS:
             for part in tl.static_range(3):
                 tl.store(partials_at + part * PART, tl.zeros([WIDTH], tl.float32))
-        if REACH:
-            bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
-            tl.store(bucket_partials + bucket, tl.zeros([BUCKETS], tl.float32))
         return
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < length
@@ -755,14 +815,19 @@ def varlen_attention_backward(
     block_at = segment_at + token[:, None] * (3 * PART) + width
     step_at = segment_at + tl.arange(0, STEP)[:, None] * (3 * PART) + width
     grad_at = grad + begin * PART + head * WIDTH + width
-    dtype = qkv_grad.dtype.element_ty
+    dtype: tl.constexpr = qkv.dtype.element_ty
     first_query = head * tokens + begin
+    ds_at = None
+    if ds is not None:
+        ds_at = ds_of_segment(ds, head, begin, tokens, span)
+        ds_at += token[:, None] * span + tl.arange(0, STEP)
 
     scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
     dk, dv = key_value_grads(
         block_at=block_at,
         step_at=step_at,
         grad_at=grad_at,
+        ds_at=ds_at,
         logsumexp=logsumexp + first_query,
         delta=delta + first_query,
         seed=seed,
@@ -789,9 +854,10 @@ def varlen_attention_backward(
     # Computed here and not above, where it would hold registers that then spill.
     first = begin * (3 * PART) + head * WIDTH
     place = token[:, None] * (3 * PART) + width
-    qkv_grad_at = qkv_grad + first + place
-    tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
-    tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
+    if qkv_grad is not None:
+        qkv_grad_at = qkv_grad + first + place
+        tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
+        tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
     if FACTOR != 0.0:
         qkv_grad8_at = qkv_grad8 + first + place
         # Both are converted before either is stored: in another order registers spill.
@@ -805,44 +871,44 @@ def varlen_attention_backward(
         tl.store(partials_at + PART, tl.sum(tl.where(inside[:, None], dk, 0.0), 0))
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
-    dq, bucket_sums = query_grads(
-        block_at=block_at,
-        step_at=step_at,
-        grad_at=grad_at,
-        logsumexp=logsumexp + first_query,
-        delta=delta + first_query,
-        seed=seed,
-        table=table,
-        buckets=buckets,
-        token=token,
-        inside=inside,
-        block=block,
-        head=head,
-        begin=begin,
-        length=length,
-        tokens=tokens,
-        scale=scale_of_base_2,
-        threshold=threshold,
-        kept_scale=kept_scale,
-        PART=PART,
-        WIDTH=WIDTH,
-        BLOCK=BLOCK,
-        STEP=STEP,
-        DROPS=DROPS,
-        CAUSAL=CAUSAL,
-        REACH=REACH,
-        BUCKETS=BUCKETS,
-    )
-    dq *= scale
-    tl.store(qkv_grad_at, dq.to(dtype), mask=inside[:, None])
-    if FACTOR != 0.0:
-        dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
-        tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
-    if SUMS:
-        tl.store(partials_at, tl.sum(dq, 0))
-    if REACH:
-        bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
-        tl.store(bucket_partials + bucket, bucket_sums)
+    if ds is None:
+        dq = query_grads(
+            block_at=block_at,
+            step_at=step_at,
+            grad_at=grad_at,
+            logsumexp=logsumexp + first_query,
+            delta=delta + first_query,
+            seed=seed,
+            token=token,
+            inside=inside,
+            block=block,
+            head=head,
+            begin=begin,
+            length=length,
+            tokens=tokens,
+            scale=scale_of_base_2,
+            threshold=threshold,
+            kept_scale=kept_scale,
+            PART=PART,
+            WIDTH=WIDTH,
+            BLOCK=BLOCK,
+            STEP=STEP,
+            DROPS=DROPS,
+            CAUSAL=CAUSAL,
+        )
+        store_query_grads(
+            dq=dq * scale,
+            qkv_grad=qkv_grad,
+            qkv_grad8=qkv_grad8,
+            partials_at=partials_at,
+            first=first,
+            place=place,
+            inside=inside,
+            dtype=dtype,
+            SUMS=SUMS,
+            FACTOR=FACTOR,
+            MAX=MAX,
+        )
 
 
 @jit
@@ -850,6 +916,7 @@ def key_value_grads(
     block_at,
     step_at,
     grad_at,
+    ds_at,
     logsumexp,
     delta,
     seed,
@@ -872,7 +939,10 @@ def key_value_grads(
     CAUSAL: tl.constexpr,
     REACH: tl.constexpr,
 ):
-    """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment."""
+    """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment.
+
+    `ds_at`, if it is not None, is where the gradients of scores with the first queries go.
+    """
     key = tl.load(block_at + PART, mask=inside[:, None], other=0.0)
     value = tl.load(block_at + 2 * PART, mask=inside[:, None], other=0.0)
     dk = tl.zeros([BLOCK, WIDTH], tl.float32)
@@ -887,6 +957,7 @@ def key_value_grads(
             value=value,
             step_at=step_at,
             grad_at=grad_at,
+            ds_at=ds_at,
             logsumexp=logsumexp,
             delta=delta,
             seed=seed,
@@ -916,6 +987,7 @@ def key_value_grads(
         value=value,
         step_at=step_at,
         grad_at=grad_at,
+        ds_at=ds_at,
         logsumexp=logsumexp,
         delta=delta,
         seed=seed,
@@ -949,6 +1021,7 @@ def add_queries(
     value,
     step_at,
     grad_at,
+    ds_at,
     logsumexp,
     delta,
     seed,
@@ -973,7 +1046,8 @@ def add_queries(
 ):
     """Add to dK and dV what the queries from `first` to `last` give, and return these.
 
-    Scores are [keys, queries] here. `token` are those of the keys.
+    Scores are [keys, queries] here. `token` are those of the keys. A whole step is stored at
+    `ds_at`, with zeros for queries beyond the end.
     """
     BEYOND: tl.constexpr = float("inf") if REACH else 0.0
     pair, second = pairs(STEP)
@@ -1006,8 +1080,10 @@ def add_queries(
             p_kept = tl.where(keep, p, 0.0)
             dp = tl.where(keep, dp * kept_scale, 0.0)
         dv = tl.dot(p_kept.to(query.dtype), do, dv, input_precision="ieee")
-        ds = p * (dp - query_delta[None, :])
-        dk = tl.dot(ds.to(query.dtype), query, dk, input_precision="ieee")
+        ds = (p * (dp - query_delta[None, :])).to(query.dtype)
+        if ds_at is not None:
+            tl.store(ds_at + at, ds, mask=token[:, None] < length)
+        dk = tl.dot(ds, query, dk, input_precision="ieee")
     return dk, dv
 
 
@@ -1019,8 +1095,6 @@ def query_grads(
     logsumexp,
     delta,
     seed,
-    table,
-    buckets,
     token,
     inside,
     block,
@@ -1037,34 +1111,24 @@ def query_grads(
     STEP: tl.constexpr,
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    REACH: tl.constexpr,
-    BUCKETS: tl.constexpr,
 ):
-    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment.
-
-    Beside it are the sums [BUCKETS] of the gradients of scores, of use with REACH alone.
-    """
+    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment."""
     query = tl.load(block_at, mask=inside[:, None], other=0.0)
     do = tl.load(grad_at + token[:, None] * PART, mask=inside[:, None], other=0.0)
-    BEYOND: tl.constexpr = float("inf") if REACH else 0.0
-    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=BEYOND)
+    query_logsumexp = tl.load(logsumexp + token, mask=inside, other=0.0)
     query_delta = tl.load(delta + token, mask=inside, other=0.0)
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
-    bucket_sums = tl.zeros([BUCKETS], tl.float32)
     seen_by_all = length  # every query of the block sees the keys before it
     if CAUSAL:
         seen_by_all = block * BLOCK
-        dq, bucket_sums = add_keys(
+        dq = add_keys(
             dq=dq,
-            bucket_sums=bucket_sums,
             query=query,
             do=do,
             query_logsumexp=query_logsumexp,
             query_delta=query_delta,
             step_at=step_at,
             seed=seed,
-            table=table,
-            buckets=buckets,
             token=token,
             block=block,
             head=head,
@@ -1082,20 +1146,15 @@ def query_grads(
             DROPS=DROPS,
             ENDS=True,
             CAUSAL=True,
-            REACH=REACH,
-            BUCKETS=BUCKETS,
         )
     return add_keys(
         dq=dq,
-        bucket_sums=bucket_sums,
         query=query,
         do=do,
         query_logsumexp=query_logsumexp,
         query_delta=query_delta,
         step_at=step_at,
         seed=seed,
-        table=table,
-        buckets=buckets,
         token=token,
         block=block,
         head=head,
@@ -1113,23 +1172,18 @@ def query_grads(
         DROPS=DROPS,
         ENDS=not CAUSAL,
         CAUSAL=False,
-        REACH=REACH,
-        BUCKETS=BUCKETS,
     )
 
 
 @jit
 def add_keys(
     dq,
-    bucket_sums,
     query,
     do,
     query_logsumexp,
     query_delta,
     step_at,
     seed,
-    table,
-    buckets,
     token,
     block,
     head,
@@ -1147,10 +1201,8 @@ def add_keys(
     DROPS: tl.constexpr,
     ENDS: tl.constexpr,
     CAUSAL: tl.constexpr,
-    REACH: tl.constexpr,
-    BUCKETS: tl.constexpr,
 ):
-    """Add to dQ and `bucket_sums` what the keys from `first` to `last` give, and return these.
+    """Add to dQ what the keys from `first` to `last` give, and return it.
 
     Scores are [queries, keys] here. `token` are those of the queries. With ENDS some keys may lie
     beyond the end, and if CAUSAL after a query.
@@ -1168,19 +1220,162 @@ def add_keys(
         if ENDS:
             seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        if REACH:
-            bias = distance_bias(table, head, key_token - token[:, None], REACH)
-            p = tl.exp2(scores * scale + (bias - query_logsumexp[:, None]))
-        else:
-            p = tl.exp2(scores * scale - query_logsumexp[:, None])
+        p = tl.exp2(scores * scale - query_logsumexp[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
             keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)
             dp = tl.where(keep, dp * kept_scale, 0.0)
         ds = p * (dp - query_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
-        if REACH:
-            bucket_sums = add_to_buckets(
-                bucket_sums, ds, at - block * BLOCK, buckets, REACH, BUCKETS
-            )
-    return dq, bucket_sums
+    return dq
+
+
+@jit
+def store_query_grads(
+    dq,
+    qkv_grad,
+    qkv_grad8,
+    partials_at,
+    first,
+    place,
+    inside,
+    dtype: tl.constexpr,
+    SUMS: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Store dQ [BLOCK, WIDTH] of the queries that are `inside`, and its sums.
+
+    The others' rows of dQ are zeros. `first` is where the segment begins in `qkv_grad`, and `place`
+    where the queries are from there.
+    """
+    if qkv_grad is not None:
+        tl.store(qkv_grad + first + place, dq.to(dtype), mask=inside[:, None])
+    if FACTOR != 0.0:
+        dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
+        tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
+    if SUMS:
+        tl.store(partials_at, tl.sum(dq, 0))
+
+
+@jit
+def query_backward_kernel(
+    qkv,
+    ds,
+    cu_seqlens,
+    qkv_grad,
+    qkv_grad8,
+    partials,
+    tokens,
+    scale,
+    span,
+    HEADS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    SUMS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    FACTOR: tl.constexpr,
+    MAX: tl.constexpr,
+):
+    """Compute dQ = dS K of BLOCK queries, over STEP keys at a time.
+
+    varlen_attention_backward has left dS in `ds`, and the zeros of blocks beyond the end in
+    `partials`. BLOCK is the same there: in causal attention no score was written of a block of keys
+    after the queries'.
+    """
+    block, head, begin, length = locate(cu_seqlens)
+    if block * BLOCK >= length:
+        return
+    PART: tl.constexpr = HEADS * WIDTH
+    width = tl.arange(0, WIDTH)
+    token = block * BLOCK + tl.arange(0, BLOCK)
+    inside = token < length
+    first = begin * (3 * PART) + head * WIDTH
+    step = tl.arange(0, STEP)[:, None]
+    key_at = qkv + first + PART + step * (3 * PART) + width
+    ds_at = ds_of_segment(ds, head, begin, tokens, span) + step * span + token
+    is_written = token < tl.cdiv(length, STEP) * STEP
+    dq = tl.zeros([BLOCK, WIDTH], tl.float32)
+    last = tl.minimum(length, (block + 1) * BLOCK) if CAUSAL else length
+    for at in tl.range(0, last, STEP):
+        key_inside = at + step < length
+        key = tl.load(key_at + at * (3 * PART), mask=key_inside, other=0.0)
+        ds_of_keys = tl.load(ds_at + at * span, mask=key_inside & is_written, other=0.0)
+        dq = tl.dot(ds_of_keys.T, key, dq, input_precision="ieee")
+    row_of_partials = tl.program_id(2) * tl.num_programs(0) + block
+    store_query_grads(
+        dq=dq * scale,
+        qkv_grad=qkv_grad,
+        qkv_grad8=qkv_grad8,
+        partials_at=partials + row_of_partials * (3 * PART) + head * WIDTH + width,
+        first=first,
+        place=token[:, None] * (3 * PART) + width,
+        inside=inside,
+        dtype=qkv.dtype.element_ty,
+        SUMS=SUMS,
+        FACTOR=FACTOR,
+        MAX=MAX,
+    )
+
+
+@jit
+def distance_sums_kernel(
+    ds,
+    cu_seqlens,
+    buckets,
+    partials,
+    segments,
+    tokens,
+    span,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    STEP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    REACH: tl.constexpr,
+    BUCKETS: tl.constexpr,
+    STAGES: tl.constexpr,
+):
+    """Sum one tile [BLOCK keys, BLOCK queries] of dS, of some of the segments, by bucket.
+
+    The grid is (tiles of span x span, heads, groups of segments), and `partials` are [groups,
+    tiles, BUCKETS, HEADS].
+
+    The tiles of all segments of the group are added up first. Elements of one distance then lie on
+    a diagonal. Each row is turned by its number, so that diagonals become columns: element (i, j)
+    comes from column i + j, counted on from the first column again where there are no more. A
+    column then has two diagonals, one of before the count began anew and one of after that, and
+    these are summed one after the other. Sums of diagonals go to their buckets by comparing
+    numbers. All of it has one order, the same in every run.
+    """
+    blocks = span // BLOCK
+    tile = tl.program_id(0)
+    head = tl.program_id(1)
+    first_key = tile // blocks * BLOCK
+    first_query = tile % blocks * BLOCK
+    key = first_key + tl.arange(0, BLOCK)
+    query = first_query + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK, BLOCK], tl.float32)
+    for segment in tl.range(tl.program_id(2), segments, tl.num_programs(2), num_stages=STAGES):
+        begin = tl.load(cu_seqlens + segment)
+        length = tl.load(cu_seqlens + segment + 1) - begin
+        last_query = tl.cdiv(length, STEP) * STEP
+        if CAUSAL:
+            last_query = tl.where(first_key > first_query, 0, last_query)
+        is_written = (key[:, None] < length) & (query < last_query)
+        ds_at = ds_of_segment(ds, head, begin, tokens, span) + key[:, None] * span + query
+        total += tl.load(ds_at, mask=is_written, other=0.0).to(tl.float32)
+
+    sums = tl.zeros([BUCKETS], tl.float32)
+    column = tl.arange(0, BLOCK)
+    source = tl.arange(0, BLOCK)[:, None] + column
+    turned = tl.gather(total, source % BLOCK, 1)
+    for turns in tl.static_range(2):
+        diagonals = tl.sum(tl.where(source // BLOCK == turns, turned, 0.0), 0)
+        distance = first_key - first_query - column + turns * BLOCK
+        number = REACH + tl.minimum(tl.maximum(distance, -REACH), REACH)
+        is_of = tl.load(buckets + number)[:, None] == tl.arange(0, BUCKETS)
+        sums += tl.sum(tl.where(is_of, diagonals[:, None], 0.0), 0)
+    row_of_partials = tl.program_id(2) * tl.num_programs(0) + tile
+    bucket = (row_of_partials * BUCKETS + tl.arange(0, BUCKETS)) * HEADS + head
+    tl.store(partials + bucket, sums)

@@ -409,6 +409,11 @@ class Float8BiasDeferredLinear(BiasDeferredLinear):
     in_8_bits = True
     weight_grad8 = False
 
+    @property
+    def reads_grad8_alone(self) -> bool:
+        """Whether nothing reads the gradient of its output in bf16."""
+        return self.weight_grad8
+
     def forward(self, x):
         return fp8_linear(x, self.weight, self.bias.detach(), take_copy(x), self.weight_grad8)
 
@@ -520,6 +525,7 @@ class Float8SelfAttention(FusedSelfAttention):
             scale=self.scaling,
             relative=segments.relative,
             placeholder=placeholder,
+            grad8_alone=self.qkv.reads_grad8_alone,
         )
         output = output.reshape(hidden_states.shape).contiguous()
         leave_copy(output, output8)

@@ -130,9 +130,11 @@ class FusedOutput(nn.Module):
         norm = self.LayerNorm
         if isinstance(self.dense, Float8Linear):
             product, placeholder = self.dense.with_placeholder(hidden_states)
+            grad8_alone = self.dense.reads_grad8_alone
         else:
             product = self.dense(hidden_states)
             placeholder = None
+            grad8_alone = False
         output, residual, output8 = fused_norm(
             product,
             self.dense.bias,
@@ -144,6 +146,7 @@ class FusedOutput(nn.Module):
             eps=norm.eps,
             placeholder=placeholder,
             copies=self.copies,
+            grad8_alone=grad8_alone,
         )
         leave_copy(output, output8)
         # A reentrant checkpoint computes the layer without gradients at first. If the next layer
@@ -280,6 +283,11 @@ class Float8Linear(nn.Linear):
     adds_bias = True
     in_8_bits = True
     weight_grad8 = False
+
+    @property
+    def reads_grad8_alone(self) -> bool:
+        """Whether nothing reads the gradient of its output in bf16, of which a bias's is a sum."""
+        return self.weight_grad8 and not self.adds_bias
 
     def forward(self, x):
         bias = self.bias if self.adds_bias else None

@@ -141,6 +141,11 @@ class StepMemory:
         They are 0 for an encoder without such a bias, and for packed samples. The mask has an
         element for each score, and all layers share it. The backward pass has its gradient, too,
         and what a layer adds to that: three times its size in all. That is derived, not measured.
+
+        The kernel of packed samples has gradients of scores instead, one layer's at a time: 12
+        bytes per unit for 384 tokens and heads 64 wide. They are not counted. A layer's
+        feed-forward activations are gone by then, which are no fewer, so that the peak stays at the
+        start of the backward pass (see `temporaries`). That is derived as well.
         """
         if not encoder_of(self.model).relative_bias or self.settings.padding == "packed":
             return 0
