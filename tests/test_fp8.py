@@ -482,7 +482,7 @@ def test_on_a_gpu_no_gradient_is_written_in_bf16_that_only_a_weights_gradient_wo
     calls = launched_by(variant, checkpoint(kind, tmp_path), request)
     of_norms = [a["gemm_grad"] for kernel, a in calls if kernel is fused_norm.norm_backward_kernel]
     backward = varlen_attention.varlen_attention_backward
-    of_queries = varlen_attention.query_backward_kernel
+    of_queries = varlen_attention.attention_query_backward
     of_attention = [a["qkv_grad"] for kernel, a in calls if kernel in (backward, of_queries)]
     written = tuple(
         sum(gradient is not None for gradient in gradients)

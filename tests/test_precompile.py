@@ -142,8 +142,8 @@ KERNELS = [
 KERNELS_OF_9_0 = [
     "varlen_attention_forward",
     "varlen_attention_backward",
-    "query_backward",
-    "distance_sums",
+    "attention_query_backward",
+    "attention_distance_sums",
     "delta",
     "loss",
     "turned",

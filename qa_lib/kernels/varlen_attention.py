@@ -34,11 +34,11 @@ different here:
   diagonal, over all segments. Where there is no bias, none of this is in the program.
 - With such a bias, dS is computed once and stored in the type of `qkv`, and the backward pass has
   three kernels. The first computes dK, dV and dS (varlen_attention_backward), the second dQ = dS K
-  (query_backward_kernel), and the third the sums of dS by distance (distance_sums_kernel). Two of
-  the seven products go, and exponentials, biases and dropout's hash are computed once, not twice.
-  Sums along diagonals take many instructions for each tile. The third kernel adds up the tiles of
-  many segments first, and sums the diagonals of the total. Still nothing is added up by several
-  programs.
+  (attention_query_backward), and the third the sums of dS by distance (attention_distance_sums).
+  Two of the seven products go, and exponentials, biases and dropout's hash are computed once, not
+  twice. Sums along diagonals take many instructions for each tile. The third kernel adds up the
+  tiles of many segments first, and sums the diagonals of the total. Still nothing is added up by
+  several programs.
 - Stored, dS saves instructions and costs bytes. For 32 samples of SQuAD and 12 heads it is 26 MB,
   written once and read twice. On one H200 such a layer's backward pass took 163 µs, where one
   kernel took 208. Without a bias there are fewer instructions to save, and no sums: BERT's took
@@ -400,7 +400,7 @@ def _attention_backward(
     )
     weight_grad = qkv.new_empty(0)
     if weight is not None:
-        launch(query_backward_kernel, (blocks, heads, segments), **shared)
+        launch(attention_query_backward, (blocks, heads, segments), **shared)
         weight_grad = _sums_by_distance(ds, cu_seqlens, buckets, len(weight), causal, weight.dtype)
     bias_grad = qkv.new_empty(0)
     if bias is not None:
@@ -424,7 +424,7 @@ def _sums_by_distance(
     tiles = (span // BACKWARD["BLOCK"]) ** 2
     partials = ds.new_empty(GROUPS * tiles, number_of_buckets, heads, dtype=torch.float32)
     launch(
-        distance_sums_kernel,
+        attention_distance_sums,
         (tiles, heads, GROUPS),
         ds=ds,
         cu_seqlens=cu_seqlens,
@@ -797,7 +797,7 @@ def varlen_attention_backward(
     `partials`, and zeros for a block beyond the end.
 
     If `ds` is not None, the gradients of the scores of these keys go there, and those of queries
-    are left to query_backward_kernel.
+    are left to attention_query_backward.
     """
     block, head, begin, length = locate(cu_seqlens)
     PART: tl.constexpr = HEADS * WIDTH
@@ -1259,7 +1259,7 @@ def store_query_grads(
 
 
 @jit
-def query_backward_kernel(
+def attention_query_backward(
     qkv,
     ds,
     cu_seqlens,
@@ -1320,7 +1320,7 @@ def query_backward_kernel(
 
 
 @jit
-def distance_sums_kernel(
+def attention_distance_sums(
     ds,
     cu_seqlens,
     buckets,
