@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,8 @@ SIGNALS = {
 }
 # Signals that come within so many seconds are one wish: a closing terminal sends several.
 TOGETHER_S = 3
+# After so many seconds a signal whose exception was lost is sent again.
+AGAIN_S = 0.05
 
 
 class Stopped(KeyboardInterrupt):
@@ -42,17 +45,36 @@ def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
     Only the main thread may enter, and the exception is raised there. A signal that is ignored
     stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S is
     dropped, so that tidying up is not interrupted by the second signal of one wish.
+
+    Python may act on a signal within a finalizer or a weak reference's callback, and ignores what
+    is raised there. PyTorch's compiler has many of them. Such a signal is sent again.
     """
     last_stop = -TOGETHER_S  # time.monotonic() begins at 0 or later
+    last_number = signal.SIGTERM
 
     def stop(number: int, _frame) -> None:
-        nonlocal last_stop
+        nonlocal last_stop, last_number
         now = time.monotonic()
         if now - last_stop < TOGETHER_S:
             return
         last_stop = now
+        last_number = number
         raise Stopped(names[number])
 
+    def send_again() -> None:
+        nonlocal last_stop
+        time.sleep(AGAIN_S)  # by then the finalizer has returned
+        last_stop = -TOGETHER_S
+        signal.pthread_kill(threading.main_thread().ident, last_number)
+
+    def ignored(unraisable) -> None:
+        if isinstance(unraisable.exc_value, Stopped):
+            threading.Thread(target=send_again, daemon=True).start()
+        else:
+            hook_before(unraisable)
+
+    hook_before = sys.unraisablehook
+    sys.unraisablehook = ignored
     handlers_before = {number: signal.getsignal(number) for number in SIGNALS}
     for number, handler in handlers_before.items():
         if handler is not signal.SIG_IGN:
@@ -62,6 +84,7 @@ def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
     finally:
         for number, handler in handlers_before.items():
             signal.signal(number, handler or signal.SIG_DFL)
+        sys.unraisablehook = hook_before
 
 
 @contextlib.contextmanager

@@ -260,6 +260,35 @@ def test_a_block_may_have_names_of_its_own_for_signals():
         assert stop_of(signal.SIGTERM) == "a wish"
 
 
+class AskedToEndInAFinalizer:
+    """Its finalizer sends SIGTERM, and Python ignores what is raised there."""
+
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_signal_that_comes_within_a_finalizer_still_ends_the_block():
+    sends = AskedToEndInAFinalizer()
+    with pytest.raises(Stopped, match="SIGTERM"), signals.stoppable():
+        del sends
+        time.sleep(SECONDS)
+
+
+def test_what_else_a_finalizer_raises_is_left_to_the_hook_before(monkeypatch):
+    told = []
+    monkeypatch.setattr(sys, "unraisablehook", told.append)
+
+    class Fails:
+        def __del__(self):
+            raise ValueError("a fault")
+
+    fails = Fails()
+    with signals.stoppable():
+        del fails
+    assert [str(unraisable.exc_value) for unraisable in told] == ["a fault"]
+    assert sys.unraisablehook == told.append
+
+
 def test_signals_that_follow_within_three_seconds_are_the_same_wish(clock):
     seen = []
     with signals.stoppable():
