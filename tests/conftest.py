@@ -33,7 +33,7 @@ sys.modules["rfc3987_syntax"] = None
 
 
 def pytest_configure(config):
-    """Let all workers of pytest-xdist fork from one server, which imports while they collect."""
+    """Fork the workers of pytest-xdist, and what they fork, from one server that has imported."""
     if sys.version_info >= (3, 14):  # whose servers ask for a key
         return
     from tests import warm
@@ -43,6 +43,7 @@ def pytest_configure(config):
     elif config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["WARM_SERVER"] = warm.address()
+        config.option.tx = [f"popen//python={warm.worker_command()}" for _ in config.option.tx]
 
 
 def slow(*values, **more):
