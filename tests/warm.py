@@ -71,8 +71,8 @@ def _be_worker(
     os.environ.update(environment)
     os.dup2(stdin.fileno(), 0)
     os.dup2(stdout.fileno(), 1)
-    sys.stdin = open(0, closefd=False)
-    sys.stdout = open(1, "w", closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
     exec(bootstrap, {"__name__": "__main__"})
 
 
