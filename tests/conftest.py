@@ -17,6 +17,9 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 if shutil.which("nvidia-smi") is None:
     # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Else each new record asks git four times, which takes longer than most tests; test_code_version.py
+# and the run of `swept` ask it.
+os.environ["QA_LIB_COMMIT"] = "a1" * 20
 # Images of containers set it, and each of the many processes of the tests would compile all that it
 # imports anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -101,6 +104,7 @@ class Swept:
             "SWEPT": "1",
         }
         self.environment = os.environ | fixed
+        del self.environment["QA_LIB_COMMIT"]
 
     def sweep(self, rows) -> str:
         """Run a sweep of these variants at preset smoke, which must succeed; return its output."""

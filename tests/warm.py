@@ -4,6 +4,7 @@ They are forked from a server that has imported them. Otherwise a command import
 a busy core before it does anything.
 """
 
+import multiprocessing
 import os
 import runpy
 import shlex
@@ -67,6 +68,7 @@ def _be_worker(
     bootstrap: str, stdin: Connection, stdout: Connection, environment: dict[str, str]
 ) -> None:
     """Turn this forked process into a worker of xdist."""
+    multiprocessing.set_start_method(None, force=True)  # Python's default once more
     os.environ.clear()
     os.environ.update(environment)
     os.dup2(stdin.fileno(), 0)
