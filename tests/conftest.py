@@ -14,7 +14,8 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-if shutil.which("nvidia-smi") is None:
+HAS_GPU = shutil.which("nvidia-smi") is not None
+if not HAS_GPU:
     # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 # Else each new record asks git four times, which takes longer than most tests; test_code_version.py
@@ -46,7 +47,8 @@ def pytest_configure(config):
     elif config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["WARM_SERVER"] = warm.address()
-        config.option.tx = [f"popen//python={warm.worker_command()}" for _ in config.option.tx]
+        if not HAS_GPU:  # no process forked from one that has touched a GPU can use it
+            config.option.tx = [f"popen//python={warm.worker_command()}" for _ in config.option.tx]
 
 
 def slow(*values, **more):
