@@ -14,9 +14,13 @@ import pytest
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
-if shutil.which("nvidia-smi") is None:
+HAS_GPU = shutil.which("nvidia-smi") is not None
+if not HAS_GPU:
     # Set before Triton is imported, which reads it; libraries import Triton on their own.
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# Else each new record asks git four times, which takes longer than most tests; test_code_version.py
+# and the run of `swept` ask it.
+os.environ["QA_LIB_COMMIT"] = "a1" * 20
 # Images of containers set it, and each of the many processes of the tests would compile all that it
 # imports anew.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -33,7 +37,7 @@ sys.modules["rfc3987_syntax"] = None
 
 
 def pytest_configure(config):
-    """Let all workers of pytest-xdist fork from one server, which imports while they collect."""
+    """Fork the workers of pytest-xdist, and what they fork, from one server that has imported."""
     if sys.version_info >= (3, 14):  # whose servers ask for a key
         return
     from tests import warm
@@ -43,6 +47,8 @@ def pytest_configure(config):
     elif config.getoption("numprocesses", None):
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ["WARM_SERVER"] = warm.address()
+        if not HAS_GPU:  # no process forked from one that has touched a GPU can use it
+            config.option.tx = [f"popen//python={warm.worker_command()}" for _ in config.option.tx]
 
 
 def slow(*values, **more):
@@ -100,6 +106,7 @@ class Swept:
             "SWEPT": "1",
         }
         self.environment = os.environ | fixed
+        del self.environment["QA_LIB_COMMIT"]
 
     def sweep(self, rows) -> str:
         """Run a sweep of these variants at preset smoke, which must succeed; return its output."""

@@ -266,10 +266,12 @@ def test_one_kernel_turns_8_bits(shape):
 def in_bf16(variant: str, folder=None, **settings) -> tuple:
     """What `packed_model` returns of a variant, the model in bf16.
 
-    A row holds two samples: PyTorch's product in 8 bits takes long on a CPU.
+    A row holds two short samples: PyTorch's product in 8 bits takes long on a CPU.
     """
     settings |= {"micro_batch": 2}
-    model, packed, inputs = packed_model(planned(variant, settings=settings, model=folder))
+    sizes = {"max_length": 32, "stride": 8}
+    spec = planned(variant, settings=settings, sizes=sizes, model=folder)
+    model, packed, inputs = packed_model(spec)
     return model.bfloat16(), packed, inputs
 
 

@@ -363,7 +363,7 @@ def reference_label(offsets, answers) -> tuple[int, int]:
 
 @every_kind
 @pytest.mark.parametrize(
-    ("split", "every"), [("validation", 4), slow("validation", 1), slow("train", 1)]
+    ("split", "every"), [("validation", 8), slow("validation", 1), slow("train", 1)]
 )
 def test_the_labels_of_squad_are_those_of_the_reference_script(kind, split, every):
     """One gold answer of the training set is an exception.

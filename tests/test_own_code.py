@@ -89,6 +89,11 @@ def test_a_docstrings_example_runs(name):
 
 def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
     monkeypatch.chdir(ROOT)
+    drawn = bench.drawn_samples
+    # Of 64 batches eight.
+    monkeypatch.setattr(
+        bench, "drawn_samples", lambda task, count, words: drawn(task, count // 8, words)
+    )
     run_here("notebooks/own_loop.ipynb", batch=8, steps=2, warm_up=1)
     results = names()["results"]
     ways = ["plain loop", "speed_up", "and packed", "and masters", "and a graph"]

@@ -189,7 +189,10 @@ def profiled(tmp_path_factory):
     variant = "E-packed-efficient" if DEVICE.type == "cuda" else "A2"
     spec = planned(variant, data="synthetic:200", machine=None)
     printed = []
-    profile.profile(spec, runs, printed.append)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(profile, "WARM", 2)
+        patch.setattr(profile, "TIMED", 3)
+        profile.profile(spec, runs, printed.append)
     return runs / spec.run_path, printed
 
 

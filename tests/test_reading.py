@@ -86,11 +86,13 @@ def test_a_data_set_without_answers_is_answered_as_its_json_is(tmp_path, typed):
 @pytest.mark.parametrize("unit", ["then alice ", "abcdefé", "a\n", " "], ids=ascii)
 def test_a_text_ten_times_as_long_takes_no_more_than_ten_times_as_long(learn, unit):
     backend = fast_backend(learn([TEXT] * 3))
-    short, long = (
-        best_of(2, lambda n=n: tokenize(backend, [unit * (n // len(unit))]))[0]
-        for n in (30_000, 300_000)
-    )
-    assert long < 30 * max(short, 0.005)
+
+    def seconds(length: int) -> float:
+        return best_of(1, lambda: tokenize(backend, [unit * (length // len(unit))]))[0]
+
+    short = max(0.005, min(seconds(30_000), seconds(30_000)))
+    # Again where other work has slowed it.
+    assert any(seconds(300_000) < 30 * short for _ in range(2))
 
 
 def test_a_paragraph_of_a_million_characters_is_asked_about(tmp_path):

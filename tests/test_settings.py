@@ -7,6 +7,7 @@ reason, or adjusted and said. DeepSpeed needs a launcher and trains in test_para
 `positional-join` acts on predictions alone: see test_decode.py.
 """
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -230,9 +231,8 @@ class Seen:
         self.engines = []
         self._watch(monkeypatch)
         # Weights are rounded to 4 bits when they are moved.
-        model = build_model(self.spec).to("cpu")
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
         self.model = build_model(self.spec)
+        before = dict(copy.deepcopy(self.model).to("cpu").named_parameters())
         self.batches = batches_of(data.samples, self.spec)
         self.model.get_input_embeddings().register_forward_hook(self._look)
         _, self.optimizer, *_ = trained(self.spec, data.samples, folder, self.model)

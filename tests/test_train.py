@@ -1,6 +1,8 @@
 import dataclasses
+import functools
 import gc
 import itertools
+import shutil
 import weakref
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -507,11 +509,12 @@ RESUMED = [  # the variant, and after which steps it is broken off
 @pytest.mark.parametrize(("variant", "stops"), RESUMED)
 def test_resume_is_exact_from_any_checkpoint(variant, stops, samples, tmp_path):
     # Compiling would take a minute.
-    spec = spec_of(variant, {"compile": "none"}, checkpoint_every=1)
+    spec = spec_of(variant, {"compile": "none"})
     if spec.asked.half_weights:  # a CPU would adjust it away, but can do it
         spec = resized(spec, {"optimizer": spec.asked.optimizer, "precision": spec.asked.precision})
     whole = weights(trained(spec, samples, tmp_path / "whole")[0])
     for stop in stops:
+        spec = resized(spec, checkpoint_every=stop)
         run_dir = stopped(spec, samples, tmp_path / f"stopped-at-{stop}", stop)
         model, _, _, begin, note = trained(spec, samples, run_dir)
         assert (begin, note) == (stop, None)
@@ -537,20 +540,38 @@ DAMAGE = [
 ]
 
 
+@pytest.fixture(scope="module")
+def stopped_once(samples, tmp_path_factory):
+    """The folder of a run of A1 that was broken off, to be copied."""
+    spec = spec_of("A1", checkpoint_every=2)
+    return stopped(spec, samples, tmp_path_factory.mktemp("stopped") / "run")
+
+
+@pytest.fixture(scope="module")
+def whole_weights(samples, tmp_path_factory):
+    """Returns the weights at the end of a run of A1 that was not broken off, by its seed."""
+
+    @functools.cache
+    def weights_of(seed):
+        spec = dataclasses.replace(spec_of("A1"), seed=seed)
+        model, *_ = trained(spec, samples, tmp_path_factory.mktemp("whole"))
+        return weights(model)
+
+    return weights_of
+
+
 @pytest.mark.parametrize(("spoil", "seed", "reason"), DAMAGE)
 def test_a_wrong_checkpoint_is_named_and_set_aside_and_the_run_begins_anew(
-    spoil, seed, reason, samples, tmp_path
+    spoil, seed, reason, stopped_once, whole_weights, samples, tmp_path
 ):
-    spec = spec_of("A1", checkpoint_every=2)
-    run_dir = stopped(spec, samples, tmp_path / "run")
+    run_dir = shutil.copytree(stopped_once, tmp_path / "run")
     spoil(run_dir / checkpoints.CHECKPOINT)
-    spec = dataclasses.replace(spec, seed=seed)
-    whole = weights(trained(spec, samples, tmp_path / "whole")[0])
+    spec = dataclasses.replace(spec_of("A1", checkpoint_every=2), seed=seed)
     model, _, _, begin, note = trained(spec, samples, run_dir)
     assert begin == 0
     assert reason in note
     assert (run_dir / "checkpoint.refused").exists()
-    assert torch.equal(weights(model), whole)
+    assert torch.equal(weights(model), whole_weights(seed))
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(samples, tmp_path, monkeypatch):

@@ -4,12 +4,16 @@ They are forked from a server that has imported them. Otherwise a command import
 a busy core before it does anything.
 """
 
+import multiprocessing
 import os
 import runpy
+import shlex
+import signal
 import socket
 import sys
 import time
 from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 from qa_lib.lab.launch.warm import SERVER
@@ -39,6 +43,39 @@ def share(address: str) -> None:
     server._forkserver_address = address
     server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
     server.ensure_running = lambda: None
+
+
+def worker_command() -> str:
+    """Return what xdist starts for a worker instead of Python: a client of the shared server."""
+    return shlex.join([sys.executable, str(Path(__file__).with_name("warm_worker.py"))])
+
+
+def run_worker(bootstrap: str) -> int:
+    """Let the shared server fork a worker that runs this code; return its exit code at its end.
+
+    It takes over stdin and stdout of this process, through which xdist talks to it.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the worker is told as well
+    share(os.environ["WARM_SERVER"])
+    ends = (Connection(os.dup(0), writable=False), Connection(os.dup(1), readable=False))
+    process = SERVER.Process(target=_be_worker, args=(bootstrap, *ends, dict(os.environ)))
+    process.start()
+    process.join()
+    return process.exitcode
+
+
+def _be_worker(
+    bootstrap: str, stdin: Connection, stdout: Connection, environment: dict[str, str]
+) -> None:
+    """Turn this forked process into a worker of xdist."""
+    multiprocessing.set_start_method(None, force=True)  # Python's default once more
+    os.environ.clear()
+    os.environ.update(environment)
+    os.dup2(stdin.fileno(), 0)
+    os.dup2(stdout.fileno(), 1)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    exec(bootstrap, {"__name__": "__main__"})
 
 
 def _become(words: list[str], log: Path, environment: dict[str, str]) -> None:

@@ -3,6 +3,7 @@
 They lie in CSV files beside this one, whose first lines say what a file holds and from where.
 """
 
+from functools import cache
 from pathlib import Path
 
 import pandas as pd
@@ -10,8 +11,12 @@ import pandas as pd
 from qa_lib.spec.variants import BASELINES
 
 
+@cache
 def _read(name: str) -> pd.DataFrame:
-    """Return a CSV file beside this one as a table; an empty cell is NaN."""
+    """Return a CSV file beside this one as a table, which is the same in each call.
+
+    An empty cell is NaN.
+    """
     return pd.read_csv(Path(__file__).with_name(name), comment="#")
 
 

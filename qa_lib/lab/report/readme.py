@@ -235,7 +235,7 @@ def _above(text: str, picture: Path) -> str:
 def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Return what `recommended` takes on cards that people have, and on which that was measured."""
     gpu = spoken.card(evidence.select(runs, group)["env.gpu"].iloc[0])
-    measured = {spoken.card(name) for name in runs["env.gpu"].dropna()}
+    measured = {spoken.card(name) for name in runs["env.gpu"].dropna().unique()}
     table = cards_table()
     table["variant"] = table["variant"].map(spoken.variant)
     table = table.rename(
