@@ -141,6 +141,21 @@ def test_runs_of_one_variant_and_seed_on_other_data_do_not_replace_each_other(tm
     refused("mixes runs that cannot be compared", select, pd.concat(both), GROUP)
 
 
+@pytest.mark.parametrize(("preset", "is_compared"), [("bench", True), ("quality", False)])
+def test_only_runs_without_a_score_may_have_been_timed_for_other_numbers_of_steps(
+    preset, is_compared, tmp_path
+):
+    make(tmp_path, "A1", preset=preset)
+    run = load_runs(tmp_path)
+    group = run["group"].iloc[0]
+    other = run.assign(**{"spec.preset.steps": 77, "spec.variant": "A2"})
+    both = pd.concat([run, other], ignore_index=True)
+    if is_compared:
+        assert len(select(both, group)) == 2
+    else:
+        refused("mixes runs that cannot be compared: spec.preset.steps", select, both, group)
+
+
 def test_where_nothing_has_records_it_is_said_how_to_make_some():
     refused("no records.*: none; make quickstart makes", select, evidence.as_frame([]), GROUP)
 

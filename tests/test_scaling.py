@@ -93,6 +93,30 @@ def test_a_sentence_says_how_much_quicker_several_gpus_are(several):
     )
 
 
+def test_a_sentence_says_by_how_much_longer_a_step_takes_than_on_one_gpu():
+    def at_ms(milliseconds):
+        return {"time.step_ms.median": milliseconds}
+
+    lines = scaling.scaling(
+        gpu_runs(
+            ("E-uncompiled", 1, 32, 32, 4000, at_ms(8.0)),
+            ("P-peers", 2, 64, 32, 7800, at_ms(8.25)),
+            ("P-peers", 4, 128, 32, 15000, at_ms(8.5)),
+            ("P-nccl", 2, 64, 32, 7000, at_ms(9.1)),
+        )
+    )
+    assert lines.set_index("variant").loc["P-nccl", "lost_ms"] == pytest.approx(1.1)
+    assert scaling.lost_sentence(lines) == (
+        "At 32 samples each, a step of P-peers loses 0.25 ms of 8.25 on 2 GPUs, "
+        "P-peers loses 0.50 ms of 8.50 on 4 GPUs."
+    )
+
+
+def test_nothing_is_said_of_a_loss_where_one_gpu_was_not_timed_at_as_many_samples():
+    lines = scaling.scaling(gpu_runs(("P-peers", 2, 64, 32, 7800, {})))
+    assert scaling.lost_sentence(lines) == ""
+
+
 # What a step consists of.
 
 

@@ -22,8 +22,8 @@ Backward it is the function after a linear layer that makes the gradient, and au
 gradient for each result of the layer. So the layer has a second result, a *placeholder*: an e5m2
 tensor without contents, whose gradient is that of the first result in e5m2. The function after the
 layer takes both. Where it returns no gradient of the placeholder, the layer casts the other one. A
-layer whose weight's gradient has 8 bits, and that sums no bias's, reads the e5m2 one alone: told so
-(`grad8_alone`), the function after it writes and returns no other.
+layer whose weight's gradient has 8 bits, and that sums no bias's, reads the e5m2 one alone. The
+function after it is told so, by an argument grad8_alone, and writes and returns no other.
 """
 
 from collections.abc import Sequence

@@ -92,6 +92,9 @@ OF_AXES = (
     "spec.preset.max_answer_length",
 )
 
+STEPS = "spec.preset.steps"
+SCORED = "spec.preset.quality"
+
 # A full training: SQuAD v2's training questions make so many samples at length 384 and stride 128,
 # and are seen for so many epochs.
 FULL_SAMPLES = 131_754
@@ -221,7 +224,8 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
     For each variant, seed, data and value of the axes one run counts: the newest that ended ok, or
     the newest of all where none did. All that ended ok must agree in IDENTITY. A run that did not
-    end ok is left out where it differs from them, for example by its data.
+    end ok is left out where it differs from them, for example by its data. Runs without a score may
+    have been timed for different numbers of steps: that changes no speed.
 
     Raises NotMeasured for a group without records, and ReportError for one whose runs do not agree.
     """
@@ -234,6 +238,8 @@ def select(runs: pd.DataFrame, group: str) -> pd.DataFrame:
     # Where none ended ok, all are compared with each other.
     compared = newest[is_ok] if is_ok.any() else newest
     must_agree = [name for name in newest if name.startswith(IDENTITY) and name not in OF_AXES]
+    if not newest[SCORED].eq(True).any():
+        must_agree = [name for name in must_agree if name != STEPS]
     is_comparable = pd.Series(True, newest.index)
     for column in must_agree:
         _check_equal(compared, column, group)

@@ -196,7 +196,7 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
     name = chosen["group"].iloc[0]
     text = (
         f"**{finding}.** Group {name}, code {evidence.commits(chosen)}, a run's GPUs "
-        f"({chosen['env.gpu'].iloc[0]}) all of one host. "
+        f"({chosen['env.gpu'].iloc[0]}) all of one host. {scaling.lost_sentence(lines)} "
         f"{scaling.projected_words(scaling.projection(chosen))}"
     )
     shown = _above(text, figures / name / "scaling.png")

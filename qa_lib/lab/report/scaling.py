@@ -86,6 +86,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
       bubble; NaN where neither was measured
     - strong and weak, the efficiencies, as shares; `strong±` and `weak±` where both variants have
       the same seeds
+    - lost_ms: the milliseconds by which a median step takes longer than on the one GPU of `weak`
     - reference: the variant that was the one GPU, or two if that of `weak` was another; with "of
       another day" where it ran by other code
 
@@ -98,7 +99,7 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     # One GPU has nobody to communicate with.
     exposed_ms = lines["exposed_ms"].where(lines["world"] > 1, 0.0)
     lines["waiting_ms"] = bubble_ms.fillna(exposed_ms)
-    timed = values[["speed", "code"]]
+    timed = values[["speed", "step_ms", "code"]]
     return lines.join(pd.DataFrame([_efficiencies(timed, line) for _, line in lines.iterrows()]))
 
 
@@ -127,10 +128,10 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
 
 
 def _efficiencies(timed: pd.DataFrame, line: pd.Series) -> dict[str, Any]:
-    """Return the columns strong, strong±, weak, weak± and reference of a line of `scaling`.
+    """Return efficiencies, their intervals, lost_ms and reference of a line of `scaling`.
 
-    `timed` has samples/s and code by KEYS and seed. There is no interval where the one GPU ran by
-    other code, since between days and hosts more differs than seeds tell.
+    `timed` has samples/s, ms and code by KEYS and seed. There is no interval where the one GPU ran
+    by other code, since between days and hosts more differs than seeds tell.
     """
     several = timed.loc[tuple(line[KEYS])]
     columns: dict[str, Any] = {}
@@ -145,6 +146,8 @@ def _efficiencies(timed: pd.DataFrame, line: pd.Series) -> dict[str, Any]:
             columns[f"{kind}±"] = float(interval(several["speed"] / ideal))
         if reference is not None:
             references.append(reference if is_same_code else f"{reference} of another day")
+        if kind == "weak":
+            columns["lost_ms"] = several["step_ms"].mean() - alone["step_ms"].mean()
     columns["reference"] = ", ".join(dict.fromkeys(references))
     return columns
 
@@ -283,6 +286,24 @@ def speed_finding(lines: pd.DataFrame) -> str:
             gains.append(f"{gain} at {line['batch']} in all")
         worlds.append(line["world"])
     return f"{worlds[0]} GPUs train {', '.join(gains)} ({variant})"
+
+
+def lost_sentence(lines: pd.DataFrame) -> str:
+    """Return by how much longer steps of the variants with the tag `headline` take than on one GPU.
+
+    It is told at as many samples a GPU, for each number of GPUs, and empty where none was measured.
+    """
+    sizes = common(lines, "weak")
+    if not sizes:
+        return ""
+    table = at(lines, "weak", sizes[0]).dropna(subset="lost_ms")
+    table = table[table["variant"].isin(tagged("headline")) & (table["world"] > 1)]
+    said = [
+        f"{line.variant} loses {number(line.lost_ms)} ms of {number(line.step_ms)} on "
+        f"{line.world} GPUs"
+        for line in table.itertuples()
+    ]
+    return f"At {sizes[0]} samples each, a step of {', '.join(said)}." if said else ""
 
 
 def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
