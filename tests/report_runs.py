@@ -125,6 +125,7 @@ def gpu_runs(*lines):
             "spec.hardware": "h200",
             "status": "ok",
             "model": "bert",
+            "data": "squad",
             "precision": "own",
             "length": 384,
             "training": "",

@@ -118,27 +118,30 @@ def test_a_good_run_is_not_replaced_by_a_failed_one(tmp_path):
     assert select(pd.concat(both), GROUP)["status"].tolist() == ["ok"]
 
 
-def test_a_failed_run_of_other_data_does_not_count_beside_a_good_one(tmp_path):
+def on_two_data_sets(tmp_path, other: str):
+    """A run of A1 on the usual data, and the same again on data of another digest and this name."""
     make(tmp_path, "A1")
     run = load_runs(tmp_path)
-    failed = ended(run, "killed", "2026-02", **{"data.sha256": "cd" * 32})
-    assert select(pd.concat([ended(run, "ok", "2026-01"), failed]), GROUP)["status"].tolist() == [
-        "ok"
-    ]
-
-
-def test_a_group_whose_runs_had_other_data_is_refused(tmp_path):
-    make(tmp_path, "A1")
-    change_record(make(tmp_path, "A2"), data={"sha256": "cd" * 32})
-    said = r"data\.sha256 is 'cd.* in A2-.* and .* in the older A1-s0.*; move"
-    refused(said, select, load_runs(tmp_path), GROUP)
+    moved = run.assign(**{"data.sha256": "cd" * 32, "data.name": other})
+    return evidence.with_axes(pd.concat([run, moved], ignore_index=True))
 
 
 def test_runs_of_one_variant_and_seed_on_other_data_do_not_replace_each_other(tmp_path):
-    make(tmp_path, "A1")
-    run = load_runs(tmp_path)
-    both = [ended(run, "ok", "2026-01"), ended(run, "ok", "2026-02", **{"data.sha256": "cd" * 32})]
-    refused("mixes runs that cannot be compared", select, pd.concat(both), GROUP)
+    both = select(on_two_data_sets(tmp_path, "other"), GROUP)
+    assert both["data"].tolist() == ["synthetic:1600", "other"]
+    assert len(evidence.usual_conditions(both)) == 1
+
+
+def test_two_data_sets_of_one_name_are_told_apart_by_their_digests(tmp_path):
+    both = on_two_data_sets(tmp_path, "synthetic:1600")
+    assert both["data"].iloc[1] == "synthetic:1600 cdcdcdc"
+    assert both["data"].nunique() == 2
+
+
+def test_runs_on_other_data_are_no_mean_with_the_usual_ones(tmp_path):
+    lines = summary.summary(select(on_two_data_sets(tmp_path, "other"), GROUP))
+    assert sorted(lines["data"]) == ["other", "synthetic:1600"]
+    assert lines["n"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(("preset", "is_compared"), [("bench", True), ("quality", False)])

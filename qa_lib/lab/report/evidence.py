@@ -58,6 +58,7 @@ BATCH_TOKENS = "spec.preset.batch_tokens"
 # What may differ within a group: columns that `with_axes` adds -> their headings in tables.
 AXES = {
     "model": "model",
+    "data": "data",
     "world": "world size",
     "stages": "stages",
     "batch": "effective batch",
@@ -74,8 +75,6 @@ IDENTITY = (
     "spec.preset.",
     "spec.search",
     "spec.sm",
-    "data.name",
-    "data.sha256",
     "task.name",
     "task.metric",
 )
@@ -146,6 +145,7 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with the columns of AXES.
 
     - model: its name with its revision, or with its size where nothing is scored
+    - data: their name, with the beginning of their digest where others have that name, too
     - world: the number of processes that trained
     - stages: pipeline stages, 1 without a pipeline
     - batch: the effective batch in samples, 0 where a step is one micro-batch
@@ -157,6 +157,7 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
     parallel = numbers(runs, {"world": "parallel.world", "stages": "spec.stages"})
     return runs.assign(
         model=_model_axis(runs),
+        data=_data_axis(runs),
         world=parallel["world"].fillna(runs["spec.world"]).astype(int),
         stages=parallel["stages"].fillna(1).astype(int),
         batch=_batch_axis(runs),
@@ -180,6 +181,14 @@ def _model_axis(runs: pd.DataFrame) -> pd.Series:
     size = params.map("of {:,.0f}".format)
     is_scored = runs["spec.preset.quality"]
     return runs["model.name"] + " " + revision.where(is_scored | params.isna(), size)
+
+
+def _data_axis(runs: pd.DataFrame) -> pd.Series:
+    """Return each run's data as 'NAME', or as 'NAME DIGEST' where the group has two of that name."""
+    digest = runs["data.sha256"].str[:7]
+    of_name = digest.groupby([runs["group"], runs["data.name"]])
+    is_alone = of_name.transform("nunique") <= 1
+    return runs["data.name"].where(is_alone, runs["data.name"] + " " + digest)
 
 
 def _batch_axis(runs: pd.DataFrame) -> pd.Series:

@@ -73,7 +73,7 @@ def worded(text: str, runs: pd.DataFrame) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a group's runs that ended ok, averaged over seeds: a line for each of KEYS.
 
-    Only runs of the model, precision, length and training that most have count. Lines are in the
+    Only runs of the model, data, precision, length and training that most have count. Lines are in the
     order of the variants table. Columns:
 
     - KEYS and n, the number of runs
@@ -109,7 +109,7 @@ def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     Raises NotMeasured where no run of a variant for several GPUs has ended ok.
     """
     done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
-    conditions = done.groupby(["model", "precision", "length", "training"], dropna=False)
+    conditions = done.groupby(["model", "data", "precision", "length", "training"], dropna=False)
     done = max([part for _, part in conditions], key=len, default=done)
     if not evidence.is_parallel(done["spec.variant"]).any():
         raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
