@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import runpy
 import sys
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -22,6 +23,7 @@ SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(["qa_lib.lab.launch.preload"])
 # Modules that are run with -m, and then start a notebook's kernel.
 STARTING_KERNELS = ("papermill", "qa_lib")
+LAST_S = 5  # seconds that a kernel has to end once its process is done
 
 
 class Forked:
@@ -72,9 +74,8 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
         os.execve(command[0], command, env | {START: COLD})
     _take_on(env | {START: WARM}, folder)
     module, *words = command[2:]
-    if module in STARTING_KERNELS:
-        _fork_kernel()
-    _run_module([module, *words])
+    with forked_kernel() if module in STARTING_KERNELS else contextlib.nullcontext():
+        _run_module([module, *words])
 
 
 def _take_on(env: dict[str, str], folder: str) -> None:
@@ -90,16 +91,18 @@ def _run_module(words: list[str]) -> None:
     runpy.run_module(words[0], run_name="__main__", alter_sys=True)
 
 
-def _fork_kernel() -> None:
+@contextlib.contextmanager
+def forked_kernel() -> Iterator[None]:
     """Fork what will be the notebook's kernel, and let papermill take it for the one it starts.
 
-    It is forked before papermill has threads, and waits for its command.
+    It is forked before papermill has threads, and waits for its command. It ends with the block. It
+    is no daemon in the sense of multiprocessing, since those may start no workers of a data loader.
     """
     from jupyter_client.provisioning import local_provisioner
 
     ours, theirs = multiprocessing.Pipe()
-    forking = multiprocessing.get_context("fork")
-    kernel = Forked(forking.Process(target=_be_kernel, args=(ours, theirs), daemon=True))
+    process = multiprocessing.get_context("fork").Process(target=_be_kernel, args=(ours, theirs))
+    kernel = Forked(process)
     theirs.close()
 
     def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:
@@ -107,7 +110,16 @@ def _fork_kernel() -> None:
         ours.send((command[2:], env | {"JPY_PARENT_PID": str(os.getpid())}, cwd or os.getcwd()))
         return kernel
 
+    launch_before = local_provisioner.launch_kernel
     local_provisioner.launch_kernel = launch
+    try:
+        yield
+    finally:
+        local_provisioner.launch_kernel = launch_before
+        # This process waits for its children at its end, however long they take.
+        process.terminate()
+        process.join(LAST_S)
+        process.kill()
 
 
 def _be_kernel(ours: Connection, theirs: Connection) -> None:

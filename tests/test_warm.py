@@ -1,0 +1,70 @@
+"""Processes that are forked with PyTorch imported: a notebook's kernel, and how a run begins."""
+
+import os
+import signal
+
+import pytest
+
+from qa_lib.lab.launch import warm
+from tests.material import wait_for
+
+# jupyter_client and papermill are of an extra.
+provisioner = pytest.importorskip("jupyter_client.provisioning.local_provisioner")
+
+STARTS_A_PROCESS = """import multiprocessing
+import sys
+process = multiprocessing.Process(target=print)
+process.start()
+process.join()
+sys.exit(process.exitcode)
+"""
+IGNORES_SIGTERM = """import signal
+import time
+from pathlib import Path
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+Path("begun").touch()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def start_kernel(tmp_path, monkeypatch):
+    """Return a function that has the forked kernel run some code, as papermill does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def start(code: str) -> warm.Forked:
+        (tmp_path / "kernel_code.py").write_text(code)
+        return provisioner.launch_kernel(["python", "-m", "kernel_code"], dict(os.environ))
+
+    return start
+
+
+def test_a_kernel_may_start_processes_as_a_data_loader_does(start_kernel):
+    with warm.forked_kernel():
+        kernel = start_kernel(STARTS_A_PROCESS)
+        kernel.wait()
+    assert kernel.returncode == 0
+
+
+def test_a_kernel_without_a_command_ends_with_the_block(monkeypatch):
+    started = []
+    monkeypatch.setattr(warm, "Forked", lambda process: started.append(process) or process.start())
+    with warm.forked_kernel():
+        assert started[0].is_alive()
+    assert started[0].exitcode == -signal.SIGTERM
+
+
+def test_a_kernel_that_ignores_sigterm_ends_with_the_block(start_kernel, monkeypatch, tmp_path):
+    monkeypatch.setattr(warm, "LAST_S", 0.1)
+    with warm.forked_kernel():
+        kernel = start_kernel(IGNORES_SIGTERM)
+        wait_for((tmp_path / "begun").exists)
+    assert kernel.wait() == -signal.SIGKILL
+
+
+def test_after_the_block_a_kernel_is_started_as_before():
+    launch_before = provisioner.launch_kernel
+    with warm.forked_kernel():
+        assert provisioner.launch_kernel is not launch_before
+    assert provisioner.launch_kernel is launch_before
