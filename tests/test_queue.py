@@ -5,6 +5,7 @@ import functools
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -305,12 +306,9 @@ class Queue:
         self.let_runs()
 
     def let_runs(self, **more):
-        """Let each run be a process of tests.small with these words, such as its pause.
-
-        It is forked from a warm one: what the verb starts by itself takes seconds to import.
-        """
+        """Let each run be a process of tests.small with these words, such as its pause."""
         command = functools.partial(small.pretend_command, **more)
-        launcher = functools.partial(TimedLauncher, command=command, warm=True)
+        launcher = functools.partial(TimedLauncher, command=command)
         self.patch.setattr(verb, "TimedLauncher", launcher)
 
     def run(self, *words, code=0):
@@ -407,6 +405,27 @@ def test_a_cold_run_finds_empty_caches_and_leaves_none(queue, monkeypatch, tmp_p
     assert len(set(seen)) == 4, "each run has caches of its own"
     assert not any(Path(folder).parent.exists() for folder in seen)
     assert read_record(queue.runs / spec_of("A1", 0).run_path)["time"]["compile_cached"] is False
+
+
+@pytest.mark.parametrize(("cold", "is_warm"), [("false", True), ("true", False)])
+def test_runs_begin_warm_unless_their_group_is_cold(cold, is_warm, queue, monkeypatch):
+    queue.path.write_text(PLAN.replace("alone = true", f"alone = true\ncold = {cold}"))
+    launcher = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(verb, "TimedLauncher", launcher)
+    queue.run("--groups", "speed", code=130)
+    assert launcher.call_args.kwargs["warm"] is is_warm
+
+
+@pytest.mark.parametrize(("cold", "starts"), [("false", 1), ("true", 0)])
+def test_imports_begin_before_the_machine_is_probed_unless_all_is_cold(
+    cold, starts, queue, monkeypatch
+):
+    queue.path.write_text(PLAN.replace("alone = true", f"alone = true\ncold = {cold}"))
+    start_server = Mock()
+    monkeypatch.setattr(verb, "start_server", start_server)
+    monkeypatch.setattr(verb, "probe", Mock(side_effect=KeyboardInterrupt))
+    queue.run("--groups", "speed", code=130)
+    assert start_server.call_count == starts
 
 
 def test_the_state_of_a_plan_is_told_without_torch_a_gpu_or_data(tmp_path):

@@ -1,7 +1,9 @@
 """Processes that are forked with PyTorch imported: a notebook's kernel, and how a run begins."""
 
+import multiprocessing
 import os
 import signal
+import sys
 
 import pytest
 
@@ -11,6 +13,9 @@ from tests.material import wait_for
 # jupyter_client and papermill are of an extra.
 provisioner = pytest.importorskip("jupyter_client.provisioning.local_provisioner")
 
+SAYS_HOW_PROCESSES_START = """import multiprocessing
+print(multiprocessing.get_start_method())
+"""
 STARTS_A_PROCESS = """import multiprocessing
 import sys
 process = multiprocessing.Process(target=print)
@@ -38,6 +43,16 @@ def start_kernel(tmp_path, monkeypatch):
         return provisioner.launch_kernel(["python", "-m", "kernel_code"], dict(os.environ))
 
     return start
+
+
+def test_a_forked_process_starts_others_as_a_cold_one_does(tmp_path, monkeypatch):
+    """The workers of a data loader begin in another time where they are started otherwise."""
+    (tmp_path / "told.py").write_text(SAYS_HOW_PROCESSES_START)
+    monkeypatch.syspath_prepend(tmp_path)
+    log = tmp_path / "log"
+    process = warm.fork([sys.executable, "-m", "told"], dict(os.environ), log)
+    assert process.wait() == 0
+    assert log.read_text().split() == [multiprocessing.get_start_method()]
 
 
 def test_a_kernel_may_start_processes_as_a_data_loader_does(start_kernel):

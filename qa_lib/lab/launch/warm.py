@@ -12,6 +12,7 @@ import os
 import runpy
 import sys
 from collections.abc import Iterator
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -51,14 +52,22 @@ class Forked:
         os.kill(self.pid, number)
 
 
-def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
-    """Start a warm process that is `command`, a Python with -m, in `env`, and return it.
+def start_server() -> None:
+    """Let the server begin to import, unless it has; do not wait for it.
 
-    Its output goes to the file `log`. The server is started with the first process, and ends with
-    the one that calls this.
+    It ends with the process that calls this.
     """
     # Else torch.cuda.is_available() initializes CUDA.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    forkserver.ensure_running()
+
+
+def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
+    """Start a warm process that is `command`, a Python with -m, in `env`, and return it.
+
+    Its output goes to the file `log`.
+    """
+    start_server()
     return Forked(SERVER.Process(target=_become, args=(command, env, str(log), os.getcwd())))
 
 
@@ -79,7 +88,11 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
 
 
 def _take_on(env: dict[str, str], folder: str) -> None:
-    """Take on an environment and a current folder."""
+    """Take on an environment, a current folder and Python's own way to start processes.
+
+    multiprocessing would start a data loader's workers as it has started this process.
+    """
+    multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
     os.environ.update(env)
     os.chdir(folder)

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from qa_lib.lab.launch.cold import empty_caches
 from qa_lib.lab.launch.local import Launcher
+from qa_lib.lab.launch.warm import Forked
 from qa_lib.lab.queue.plan_file import EvidencePlan
 from qa_lib.lab.queue.units import HAS_RESULT, Recorded, Unit
 from qa_lib.records import record
@@ -60,7 +61,7 @@ class TimedLauncher(Launcher):
 
     def _start(
         self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen | Forked:
         """Start a run's process."""
         return super()._start(spec, run_dir, env | self.variables, log)
 

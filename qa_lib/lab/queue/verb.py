@@ -15,6 +15,7 @@ from pathlib import Path
 
 from qa_lib.errors import UserError, find, one_line
 from qa_lib.lab.launch.probe import probe
+from qa_lib.lab.launch.warm import start_server
 from qa_lib.lab.queue.plan_file import EvidencePlan, Group, read_plan
 from qa_lib.lab.queue.runner import Archives, TimedLauncher, run_units
 from qa_lib.lab.queue.units import Recorded, Unit, next_units, units_of
@@ -42,6 +43,8 @@ def main(args: argparse.Namespace) -> int:
         print_status(title, groups, Recorded(plan, args.runs))
         return 0
 
+    if not all(group.cold for group in groups):
+        start_server()  # it imports while the machine is probed
     machine, env = probe()
     if machine.hardware != plan.card:
         raise UserError(f"{args.plan} is a plan for {plan.card}, and this is {machine.hardware}")
@@ -72,6 +75,7 @@ def main(args: argparse.Namespace) -> int:
             force=True,
             end=end,
             cold=units[0].group.cold,
+            warm=not units[0].group.cold,
         )
         specs_of_units = {unit: specs.of(unit) for unit in units}
         entries = run_units(specs_of_units, launcher, archives, _tell)
