@@ -25,7 +25,7 @@ from tests.material import ROOT, change_record, leave, refused, without_torch
 
 COMMITTED = ROOT / "docs" / "evidence.toml"
 # A speed in blocks of two variants, and a quality in single runs, at the preset of tests.small.
-PLAN = """card = "cpu"
+PLAN = """cards = ["cpu"]
 
 [[groups]]
 name = "speed"
@@ -85,7 +85,7 @@ def leave_run(runs, variant, seed, after=0.0, lasting=10.0, digest=CODE.digest, 
 
 def missing_of(plan, runs):
     """The units that are not recorded, as (group, seed, variants)."""
-    recorded = Recorded(plan, runs)
+    recorded = Recorded(plan, "cpu", runs)
     units = [unit for unit in units_of(plan.groups) if not recorded.results(unit)]
     return [(unit.group.name, unit.seed, unit.variants) for unit in units]
 
@@ -112,11 +112,13 @@ def missing_of(plan, runs):
         ("seeds = [2]", "seeds = [2]\nlearning_rate = 1.0", "learning_rate is '1.0'"),
         ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
         ("alone = false", "alone = false\ncold = true", "need alone = true"),
-        ('card = "cpu"', "", "'card' is missing"),
-        ('card = "cpu"', 'cards = "cpu"', "unknown key 'cards'; did you mean 'card'"),
+        ('cards = ["cpu"]', "", "'cards' is missing"),
+        ('cards = ["cpu"]', 'card = "cpu"', "unknown key 'card'; did you mean 'cards'"),
+        ('cards = ["cpu"]', 'cards = "cpu"', "cards is 'cpu': Input should be a valid tuple"),
+        ('cards = ["cpu"]', "cards = []", "cards is .*at least 1 item"),
         ("[[groups]]", "[[groups", "not readable as TOML"),
         ('name = "quality"\n', "", "group 2: 'name' is missing"),
-        (PLAN, 'card = "cpu"\ngroups = [1]', "group 1: is '1'"),
+        (PLAN, 'cards = ["cpu"]\ngroups = [1]', "group 1: is '1'"),
         (
             'variants = ["A1", "A2"]\nseeds = [2]',
             'variants = ["A3"]\nseeds = [2, 2]',
@@ -230,7 +232,7 @@ def test_a_run_of_another_preset_does_not_count(plan, tmp_path):
 def test_a_run_takes_as_long_as_the_longest_like_it_whatever_its_code(plan, tmp_path):
     leave_run(tmp_path, "A1", 5, lasting=20.0, digest="0" * 64)
     leave_run(tmp_path, "A1", 6, lasting=30.0)
-    recorded = Recorded(plan, tmp_path)
+    recorded = Recorded(plan, "cpu", tmp_path)
     block, *_, single, _ = units_of(plan.groups)
     assert recorded.seconds(single) == 30 + START_S
     assert recorded.seconds(block) == 30 + START_S + 100, "A2 has no like run"
@@ -430,7 +432,8 @@ def test_imports_begin_before_the_machine_is_probed_unless_all_is_cold(
 
 def test_the_state_of_a_plan_is_told_without_torch_a_gpu_or_data(tmp_path):
     said = without_torch(tmp_path, "-m", "qa_lib", "queue", str(COMMITTED), "--status")
-    assert len(said.splitlines()) == len(read_plan(COMMITTED).groups) + 2
+    plan = read_plan(COMMITTED)
+    assert len(said.splitlines()) == len(plan.cards) * (len(plan.groups) + 2)
     assert "minutes of a GPU are missing" in said
 
 
@@ -444,10 +447,21 @@ def test_the_state_of_a_plan_says_what_is_done_and_what_is_missing(queue):
     assert quality.split() == "quality 1/2 runs 1 min: A2 ×1".split()
 
 
-def test_a_plan_for_another_card_is_refused(queue):
-    queue.path.write_text(PLAN.replace('"cpu"', '"h100-80gb-hbm3"'))
+def test_a_plan_for_other_cards_is_refused(queue):
+    queue.path.write_text(PLAN.replace('["cpu"]', '["h100-80gb-hbm3", "h200"]'))
     queue.run(code=2)
-    assert "is a plan for h100-80gb-hbm3, and this is cpu" in queue.said.err
+    assert "is a plan for h100-80gb-hbm3 and h200, and this is cpu" in queue.said.err
+
+
+def test_a_plan_of_several_cards_is_made_on_each_on_its_own(queue):
+    queue.path.write_text(PLAN.replace('["cpu"]', '["h200", "cpu"]'))
+    assert len(queue.run("--groups", "quality")) == 2
+    queue.run("--groups", "quality", "--status")
+    on_h200, on_cpu = queue.said.out.split("of a GPU are missing\n")[:2]
+    assert "h200, code" in on_h200
+    assert "quality    0/2" in on_h200
+    assert "cpu, code" in on_cpu
+    assert "quality    2/2" in on_cpu
 
 
 def test_a_group_whose_data_are_not_given_is_left_out_and_the_others_run(queue):

@@ -1,6 +1,6 @@
 """A plan of evidence: a TOML file that fixes, before any result is seen, which runs are made.
 
-`docs/evidence.toml` is one. Its key `card` names the hardware, and each table of its list `groups`
+`docs/evidence.toml` is one. Its key `cards` names the hardware, and each table of its list `groups`
 has the fields of Group. Groups are made in the order of the file.
 """
 
@@ -89,9 +89,10 @@ class EvidencePlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
-    card: Text
+    cards: Annotated[tuple[Text, ...], Field(min_length=1)]
     """The hardware that all runs are made on, as the names of their folders begin, such as
-    h100-80gb-hbm3."""
+    h100-80gb-hbm3. On each of them the plan is made on its own, since times of two cards are no
+    ratio."""
 
     groups: Annotated[list[Group], Field(min_length=1)]
     """In the order in which they are made."""

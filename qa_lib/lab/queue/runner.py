@@ -67,18 +67,19 @@ class TimedLauncher(Launcher):
 
 
 class Archives:
-    """The archives of a plan's groups, which get each unit once it is whole."""
+    """The archives of a plan's groups on a card, which get each unit once it is whole."""
 
-    def __init__(self, plan: EvidencePlan, runs: Path, copies: Path | None):
+    def __init__(self, plan: EvidencePlan, card: str, runs: Path, copies: Path | None):
         """`runs` is the folder of runs and archives; `copies` one that gets a copy of what changes,
         or None."""
         self.plan = plan
+        self.card = card
         self.runs = runs
         self.copies = copies
 
     def keep(self, units: list[Unit]) -> Recorded:
         """Archive the runs in folders of those units that are whole; return what is recorded."""
-        recorded = Recorded(self.plan, self.runs)
+        recorded = Recorded(self.plan, self.card, self.runs)
         in_folders: dict[str, list[Run]] = defaultdict(list)
         for unit in units:
             for run in recorded.results(unit):

@@ -1,6 +1,6 @@
 """What of a plan of evidence is recorded, and which of its runs come next.
 
-Records count where they are of the plan's card and of the code that this process has loaded, by
+Records count where they are of the card at hand and of the code that this process has loaded, by
 its digest (loaded.py). They are told by the names of data and model, so that the state of a plan
 is known without either.
 """
@@ -50,11 +50,11 @@ def units_of(groups: list[Group]) -> list[Unit]:
 
 
 class Recorded:
-    """The records of a plan's card below a runs folder, in folders and archives."""
+    """The records of a plan on one of its cards, in folders and archives below a runs folder."""
 
-    def __init__(self, plan: EvidencePlan, runs: Path):
+    def __init__(self, plan: EvidencePlan, card: str, runs: Path):
         self._like: dict[tuple, list[Run]] = defaultdict(list)
-        for name in sorted({group.runs_group(plan.card) for group in plan.groups}):
+        for name in sorted({group.runs_group(card) for group in plan.groups}):
             for run in read_runs(runs, name):
                 self._like[_key_of_run(run)].append(run)
 

@@ -33,22 +33,23 @@ MOST_WORDS = 50  # characters that tell which runs of a group are missing
 def main(args: argparse.Namespace) -> int:
     """Run what is missing of a plan, or print how the plan stands; 1 when a run failed.
 
-    Raises UserError for a plan that cannot be, and for a machine of another card.
+    Raises UserError for a plan that cannot be, and for a machine of a card that it does not name.
     """
     end = time.monotonic() + (args.within or math.inf)
     plan = read_plan(args.plan)
     groups = _groups_asked(plan, args.groups)
-    title = f"{args.plan}: {plan.card}, code {CODE.digest[:7]}"
     if args.status:
-        print_status(title, groups, Recorded(plan, args.runs))
+        for card in plan.cards:
+            print_status(_title(args.plan, card), groups, Recorded(plan, card, args.runs))
         return 0
 
     if not all(group.cold for group in groups):
         start_server()  # it imports while the machine is probed
     machine, env = probe()
-    if machine.hardware != plan.card:
-        raise UserError(f"{args.plan} is a plan for {plan.card}, and this is {machine.hardware}")
-    archives = Archives(plan, args.runs, args.copy_to)
+    card = machine.hardware
+    if card not in plan.cards:
+        raise UserError(f"{args.plan} is a plan for {' and '.join(plan.cards)}, and this is {card}")
+    archives = Archives(plan, card, args.runs, args.copy_to)
     recorded = archives.keep(units_of(groups))
     specs = Specs(args.data, args.model, machine, args.runs)
     missing = [
@@ -80,10 +81,10 @@ def main(args: argparse.Namespace) -> int:
         specs_of_units = {unit: specs.of(unit) for unit in units}
         entries = run_units(specs_of_units, launcher, archives, _tell)
         failed += sum(entry["status"] in ("error", "killed") for entry in entries)
-        recorded = Recorded(plan, args.runs)
+        recorded = Recorded(plan, card, args.runs)
     if missing:
         print(f"not begun: {len(missing)} blocks and runs that would not end in time")
-    print_status(title, groups, recorded)
+    print_status(_title(args.plan, card), groups, recorded)
     return 1 if failed else 0
 
 
@@ -196,6 +197,11 @@ def _leave_out(group: Group, reason: str) -> None:
 
 
 # How a plan stands.
+
+
+def _title(path: Path, card: str) -> str:
+    """Return the line above the state of a plan on a card."""
+    return f"{path}: {card}, code {CODE.digest[:7]}"
 
 
 def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
