@@ -13,7 +13,15 @@ from qa_lib.__main__ import main
 from qa_lib.lab.queue import verb
 from qa_lib.lab.queue.plan_file import Group, read_plan
 from qa_lib.lab.queue.runner import TimedLauncher
-from qa_lib.lab.queue.units import MOST_BETWEEN_S, START_S, Recorded, Unit, next_units, units_of
+from qa_lib.lab.queue.units import (
+    COLD_START_S,
+    MOST_BETWEEN_S,
+    START_S,
+    Recorded,
+    Unit,
+    next_units,
+    units_of,
+)
 from qa_lib.lab.search.plan import plan as plan_specs
 from qa_lib.loaded import CODE
 from qa_lib.records.record import read_record
@@ -75,8 +83,13 @@ def spec_of(variant, seed):
 
 def leave_run(runs, variant, seed, after=0.0, lasting=10.0, digest=CODE.digest, **more):
     """Leave a run of PLAN, which began so many seconds after BEGAN and lasted some; its folder."""
+    return leave_spec(runs, spec_of(variant, seed), after, lasting, digest, **more)
+
+
+def leave_spec(runs, spec, after=0.0, lasting=10.0, digest=CODE.digest, **more):
+    """Leave a run of a spec likewise."""
     begin = BEGAN + datetime.timedelta(seconds=after)
-    folder = leave(runs, spec_of(variant, seed), code={"digest": digest}, **more)
+    folder = leave(runs, spec, code={"digest": digest}, **more)
     ended = begin + datetime.timedelta(seconds=lasting)
     times = {"started": begin.isoformat(), "ended": ended.isoformat(), "wall_s": lasting}
     change_record(folder, time=times)
@@ -107,7 +120,16 @@ def missing_of(plan, runs):
         ('"A2"]\nseeds = [2]', '"A22"]\nseeds = [2]', "'quality': unknown variant 'A22'; did you"),
         ('"A2"]\nseeds = [2]', '"L1"]\nseeds = [2]', "'quality': L1 is a variant of task lm"),
         ('"A2"]\nseeds = [2]', '"recommended"]\nseeds = [2]', "unknown variant 'recommended'"),
-        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "'quality': P1 takes several GPUs"),
+        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "P1 takes several GPUs: give world"),
+        ("seeds = [2]", "seeds = [2]\nworld = 2", "on several GPUs are timed, and need alone"),
+        ("seeds = [0, 1]", "seeds = [0, 1]\nworld = 2", "no variant takes several GPUs"),
+        ("seeds = [0, 1]", "seeds = [0, 1]\nworld = 1", "world is '1': .* 2"),
+        (
+            '"A2"]\nseeds = [0, 1]',
+            '"P1"]\nseeds = [0, 1]\nworld = 2',
+            "A1 takes one GPU beside others: give one_gpu_batch",
+        ),
+        ("seeds = [2]", "seeds = [2]\none_gpu_batch = 8", "no variant takes one GPU beside"),
         ("seeds = [2]", "seeds = [1, 2]", r"A\d with seed 1 at preset test is there 2 times"),
         ("seeds = [2]", "seeds = [2]\nlearning_rate = 1.0", "learning_rate is '1.0'"),
         ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
@@ -138,7 +160,65 @@ def test_a_plan_that_is_not_there_is_told(tmp_path):
 
 def test_two_groups_may_have_a_seed_at_batches_of_their_own(path):
     path.write_text(PLAN.replace("seeds = [2]", "seeds = [0]\nbatch = 8"))
-    assert read_plan(path).groups[1].sized_preset().batch == 8
+    assert read_plan(path).groups[1].sized_preset("A1").batch == 8
+
+
+# Blocks on two GPUs.
+
+
+def with_two_gpus(batch, micro_batch, one_gpu_batch):
+    """PLAN, but for a block of a variant on one GPU and of another one on two."""
+    sizes = f"batch = {batch}\nworld = 2\none_gpu_batch = {one_gpu_batch}"
+    text = PLAN.replace("seeds = [0, 1]", f"seeds = [0, 1]\n{sizes}")
+    text = text.replace("micro_batch = 8", f"micro_batch = {micro_batch}", 1)
+    return text.replace('["A1", "A2"]', '["E-uncompiled", "P-nccl"]', 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_one", "of_two"),
+    [
+        ((64, 32, 32), (32, 32, 1), (32, 64, 2)),
+        ((128, 64, 128), (128, 128, 1), (64, 128, 2)),
+    ],
+    ids=["as many samples a GPU", "as many samples in all"],
+)
+def test_a_block_on_two_gpus_has_a_variant_on_one(sizes, of_one, of_two, path):
+    path.write_text(with_two_gpus(*sizes))
+    group = read_plan(path).groups[0]
+    machine = Machine(gpus=2, sm=90, compiler=True, hardware="h200")
+    specs = verb.Specs(None, None, machine, path.parent).of(units_of([group])[0])
+    assert [spec.variant for spec in specs] == ["E-uncompiled", "P-nccl"]
+    planned = [(spec.settings.micro_batch, spec.preset.batch, spec.world) for spec in specs]
+    assert planned == [of_one, of_two]
+
+
+def test_a_block_on_two_gpus_is_left_out_where_there_is_one(path, capsys):
+    path.write_text(with_two_gpus(64, 32, 32))
+    group = read_plan(path).groups[0]
+    machine = Machine(gpus=1, sm=90, compiler=True, hardware="h200")
+    assert not verb.Specs(None, None, machine, path.parent).of(units_of([group])[0])
+    assert "left out of speed: P-nccl: needs 2 GPUs" in capsys.readouterr().err
+
+
+def test_the_example_of_a_block_on_two_gpus_is_one(path):
+    page = (ROOT / "docs" / "overnight.md").read_text()
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    path.write_text(f'cards = ["h200"]\n{example}')
+    assert read_plan(path).groups[0].world == 2
+
+
+def test_a_record_counts_with_as_many_processes_as_its_group_has(path, tmp_path):
+    path.write_text(with_two_gpus(16, 8, 8).replace("E-uncompiled", "A1").replace("P-nccl", "P1"))
+    plan = read_plan(path)
+    unit = units_of(plan.groups)[0]
+    names = {"seeds": [0], "machine": Machine()}
+    (single,) = plan_specs(["A1"], "test", micro_batch=8, batch=8, **names)
+    (double,) = plan_specs(["P1"], "test", micro_batch=8, batch=16, world=2, **names)
+    leave_spec(tmp_path, single)
+    folder = leave_spec(tmp_path, double, after=20)
+    assert Recorded(plan, "cpu", tmp_path).results(unit)
+    change_record(folder, spec={"world": 4})
+    assert not Recorded(plan, "cpu", tmp_path).results(unit)
 
 
 # The committed plan.
@@ -170,9 +250,13 @@ def test_variants_of_equal_seeds_are_of_one_block_in_the_committed_plan():
     seeds = {}
     for group in read_plan(COMMITTED).groups:
         if group.alone:
-            key = group.sized_preset(), group.model, group.micro_batch
-            assert seeds.setdefault(key, set()).isdisjoint(group.seeds), group.name
-            seeds[key].update(group.seeds)
+            keys = {
+                (group.sized_preset(name), group.model, group.sizes(name))
+                for name in group.variants
+            }
+            for key in keys:
+                assert seeds.setdefault(key, set()).isdisjoint(group.seeds), group.name
+                seeds[key].update(group.seeds)
 
 
 # What is recorded.
@@ -236,6 +320,14 @@ def test_a_run_takes_as_long_as_the_longest_like_it_whatever_its_code(plan, tmp_
     block, *_, single, _ = units_of(plan.groups)
     assert recorded.seconds(single) == 30 + START_S
     assert recorded.seconds(block) == 30 + START_S + 100, "A2 has no like run"
+
+
+def test_a_cold_run_takes_longer_to_begin(path, tmp_path):
+    path.write_text(PLAN.replace("alone = true", "alone = true\ncold = true"))
+    leave_run(tmp_path, "A1", 5, lasting=20.0)
+    plan = read_plan(path)
+    block = units_of(plan.groups)[0]
+    assert Recorded(plan, "cpu", tmp_path).seconds(block) == 20 + COLD_START_S + 100
 
 
 # What comes next.
@@ -439,7 +531,7 @@ def test_the_state_of_a_plan_is_told_without_torch_a_gpu_or_data(tmp_path):
 
 def test_the_state_of_a_plan_says_what_is_done_and_what_is_missing(queue):
     leave_run(queue.runs, "A1", 0)
-    leave_run(queue.runs, "A2", 0, after=20)
+    leave_run(queue.runs, "A2", 0, after=20, lasting=30.0)
     leave_run(queue.runs, "A1", 2)
     queue.run("--status")
     speed, quality = queue.said.out.splitlines()[1:3]
@@ -493,3 +585,15 @@ def test_single_runs_have_a_gpu_each_and_blocks_the_first_one(plan):
     machine = Machine(gpus=4, sm=90)
     assert verb._cards(machine, speed) == [0]
     assert verb._cards(machine, quality) == [0, 1, 2, 3]
+
+
+def test_blocks_on_two_gpus_have_the_first_two(path):
+    path.write_text(with_two_gpus(64, 32, 32))
+    assert verb._cards(Machine(gpus=4, sm=90), read_plan(path).groups[0]) == [0, 1]
+
+
+def test_the_state_of_a_plan_counts_the_minutes_of_each_gpu(queue):
+    queue.path.write_text(with_two_gpus(64, 32, 32))
+    queue.run("--groups", "speed", "--status")
+    assert "7 min on 2 GPUs: seeds 0 1" in queue.said.out
+    assert "about 13 minutes of a GPU are missing" in queue.said.out
