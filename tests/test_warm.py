@@ -16,6 +16,10 @@ provisioner = pytest.importorskip("jupyter_client.provisioning.local_provisioner
 SAYS_HOW_PROCESSES_START = """import multiprocessing
 print(multiprocessing.get_start_method())
 """
+PRINTS_AND_IS_GONE = """import os
+print("a line")
+os._exit(3)
+"""
 STARTS_A_PROCESS = """import multiprocessing
 import sys
 process = multiprocessing.Process(target=print)
@@ -53,6 +57,22 @@ def test_a_forked_process_starts_others_as_a_cold_one_does(tmp_path, monkeypatch
     process = warm.fork([sys.executable, "-m", "told"], dict(os.environ), log)
     assert process.wait() == 0
     assert log.read_text().split() == [multiprocessing.get_start_method()]
+
+
+def test_a_line_of_a_forked_process_is_in_its_log_at_once(tmp_path, monkeypatch):
+    (tmp_path / "prints.py").write_text(PRINTS_AND_IS_GONE)
+    monkeypatch.syspath_prepend(tmp_path)
+    log = tmp_path / "log"
+    warm.fork([sys.executable, "-m", "prints"], dict(os.environ), log).wait()
+    assert log.read_text() == "a line\n"
+
+
+def test_the_lines_of_a_process_that_is_forked_again_can_be_read(tmp_path, monkeypatch):
+    (tmp_path / "prints.py").write_text(PRINTS_AND_IS_GONE)
+    monkeypatch.syspath_prepend(tmp_path)
+    process = warm.fork_again([sys.executable, "-m", "prints"], dict(os.environ))
+    assert list(process.stdout) == ["a line\n"]
+    assert process.wait() == 3
 
 
 def test_a_kernel_may_start_processes_as_a_data_loader_does(start_kernel):

@@ -11,7 +11,7 @@ import multiprocessing
 import os
 import runpy
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -30,10 +30,14 @@ LAST_S = 5  # seconds that a kernel has to end once its process is done
 class Forked:
     """A multiprocessing process with what launcher and jupyter_client use of subprocess.Popen."""
 
-    stdin = stdout = stderr = None
+    stdin = stderr = None
 
-    def __init__(self, process: multiprocessing.process.BaseProcess):
+    def __init__(
+        self, process: multiprocessing.process.BaseProcess, stdout: Iterable[str] | None = None
+    ):
+        """Start a process; `stdout` are the lines that it prints, where somebody reads them."""
         process.start()
+        self.stdout = stdout
         self._process = process
         self.pid = process.pid
         self.terminate = process.terminate
@@ -44,8 +48,8 @@ class Forked:
 
     returncode = property(poll)
 
-    def wait(self) -> int | None:
-        self._process.join()
+    def wait(self, timeout: float | None = None) -> int | None:
+        self._process.join(timeout)
         return self.returncode
 
     def send_signal(self, number: int) -> None:
@@ -73,9 +77,7 @@ def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
 
 def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> None:
     """Be the command, in an environment and a folder."""
-    stream = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    os.dup2(stream, 1)
-    os.dup2(stream, 2)
+    _print_to(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND))
     from qa_lib.lab.launch import preload  # the server has it already
 
     if preload.TOUCHED:
@@ -85,6 +87,37 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
     module, *words = command[2:]
     with forked_kernel() if module in STARTING_KERNELS else contextlib.nullcontext():
         _run_module([module, *words])
+
+
+def fork_again(command: list[str], env: dict[str, str]) -> Forked:
+    """Fork this process, which is warm, to be `command`, a Python with -m, in `env`; return it.
+
+    Its output are the lines of its `stdout`. This process must have no other thread, and have asked
+    CUDA nothing.
+    """
+    reader, writer = os.pipe()
+    forking = multiprocessing.get_context("fork")
+    target = forking.Process(target=_become_again, args=(command, env, reader, writer))
+    process = Forked(target, os.fdopen(reader, errors="replace"))
+    os.close(writer)
+    return process
+
+
+def _become_again(command: list[str], env: dict[str, str], reader: int, writer: int) -> None:
+    """Be the command, in an environment."""
+    os.close(reader)
+    _print_to(writer)
+    _take_on(env, os.getcwd())
+    _run_module(command[2:])
+
+
+def _print_to(stream: int) -> None:
+    """Let this process print to an open file, and each line at once, as with PYTHONUNBUFFERED."""
+    os.dup2(stream, 1)
+    os.dup2(stream, 2)
+    # Those of before have learnt what kind of file they print to.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _take_on(env: dict[str, str], folder: str) -> None:
