@@ -255,6 +255,8 @@ def test_the_quickstart_says_of_what_loses_by_design_that_it_does():
 
 # What the fork server imports.
 
+PRELOAD = str(ROOT / "qa_lib" / "lab" / "launch" / "preload.py")
+
 
 @pytest.mark.parametrize(
     ("status", "is_touched"), [(3, False), (0, True), (100, True), (None, False)]
@@ -268,9 +270,17 @@ def test_imports_that_have_initialized_cuda_are_told(status, is_touched, monkeyp
     load = Mock(side_effect=OSError) if status is None else lambda name: driver
     monkeypatch.setattr(ctypes, "CDLL", load)
     handler = signal.getsignal(signal.SIGINT)
-    names = runpy.run_path(str(ROOT / "qa_lib" / "lab" / "launch" / "preload.py"))
+    names = runpy.run_path(PRELOAD)
     assert names["TOUCHED"] is is_touched
     assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_the_server_does_without_what_notebooks_take(monkeypatch, capfd):
+    for name in ("ipykernel", "matplotlib", "papermill", "seaborn"):
+        for part in (name, f"{name}.kernelapp", f"{name}.pyplot", f"{name}.cli"):
+            monkeypatch.setitem(sys.modules, part, None)  # as if it were not installed
+    assert "TOUCHED" in runpy.run_path(PRELOAD)
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.slow

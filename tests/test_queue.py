@@ -5,6 +5,7 @@ import functools
 import shutil
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -12,7 +13,15 @@ from qa_lib.__main__ import main
 from qa_lib.lab.queue import verb
 from qa_lib.lab.queue.plan_file import Group, read_plan
 from qa_lib.lab.queue.runner import TimedLauncher
-from qa_lib.lab.queue.units import MOST_BETWEEN_S, START_S, Recorded, Unit, next_units, units_of
+from qa_lib.lab.queue.units import (
+    COLD_START_S,
+    MOST_BETWEEN_S,
+    START_S,
+    Recorded,
+    Unit,
+    next_units,
+    units_of,
+)
 from qa_lib.lab.search.plan import plan as plan_specs
 from qa_lib.loaded import CODE
 from qa_lib.records.record import read_record
@@ -24,7 +33,7 @@ from tests.material import ROOT, change_record, leave, refused, without_torch
 
 COMMITTED = ROOT / "docs" / "evidence.toml"
 # A speed in blocks of two variants, and a quality in single runs, at the preset of tests.small.
-PLAN = """card = "cpu"
+PLAN = """cards = ["cpu"]
 
 [[groups]]
 name = "speed"
@@ -74,8 +83,13 @@ def spec_of(variant, seed):
 
 def leave_run(runs, variant, seed, after=0.0, lasting=10.0, digest=CODE.digest, **more):
     """Leave a run of PLAN, which began so many seconds after BEGAN and lasted some; its folder."""
+    return leave_spec(runs, spec_of(variant, seed), after, lasting, digest, **more)
+
+
+def leave_spec(runs, spec, after=0.0, lasting=10.0, digest=CODE.digest, **more):
+    """Leave a run of a spec likewise."""
     begin = BEGAN + datetime.timedelta(seconds=after)
-    folder = leave(runs, spec_of(variant, seed), code={"digest": digest}, **more)
+    folder = leave(runs, spec, code={"digest": digest}, **more)
     ended = begin + datetime.timedelta(seconds=lasting)
     times = {"started": begin.isoformat(), "ended": ended.isoformat(), "wall_s": lasting}
     change_record(folder, time=times)
@@ -84,7 +98,7 @@ def leave_run(runs, variant, seed, after=0.0, lasting=10.0, digest=CODE.digest, 
 
 def missing_of(plan, runs):
     """The units that are not recorded, as (group, seed, variants)."""
-    recorded = Recorded(plan, runs)
+    recorded = Recorded(plan, "cpu", runs)
     units = [unit for unit in units_of(plan.groups) if not recorded.results(unit)]
     return [(unit.group.name, unit.seed, unit.variants) for unit in units]
 
@@ -106,16 +120,27 @@ def missing_of(plan, runs):
         ('"A2"]\nseeds = [2]', '"A22"]\nseeds = [2]', "'quality': unknown variant 'A22'; did you"),
         ('"A2"]\nseeds = [2]', '"L1"]\nseeds = [2]', "'quality': L1 is a variant of task lm"),
         ('"A2"]\nseeds = [2]', '"recommended"]\nseeds = [2]', "unknown variant 'recommended'"),
-        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "'quality': P1 takes several GPUs"),
+        ('"A2"]\nseeds = [2]', '"P1"]\nseeds = [2]', "P1 takes several GPUs: give world"),
+        ("seeds = [2]", "seeds = [2]\nworld = 2", "on several GPUs are timed, and need alone"),
+        ("seeds = [0, 1]", "seeds = [0, 1]\nworld = 2", "no variant takes several GPUs"),
+        ("seeds = [0, 1]", "seeds = [0, 1]\nworld = 1", "world is '1': .* 2"),
+        (
+            '"A2"]\nseeds = [0, 1]',
+            '"P1"]\nseeds = [0, 1]\nworld = 2',
+            "A1 takes one GPU beside others: give one_gpu_batch",
+        ),
+        ("seeds = [2]", "seeds = [2]\none_gpu_batch = 8", "no variant takes one GPU beside"),
         ("seeds = [2]", "seeds = [1, 2]", r"A\d with seed 1 at preset test is there 2 times"),
         ("seeds = [2]", "seeds = [2]\nlearning_rate = 1.0", "learning_rate is '1.0'"),
         ("alone = false", 'alone = "no"', "group 'quality': alone is 'no'"),
         ("alone = false", "alone = false\ncold = true", "need alone = true"),
-        ('card = "cpu"', "", "'card' is missing"),
-        ('card = "cpu"', 'cards = "cpu"', "unknown key 'cards'; did you mean 'card'"),
+        ('cards = ["cpu"]', "", "'cards' is missing"),
+        ('cards = ["cpu"]', 'card = "cpu"', "unknown key 'card'; did you mean 'cards'"),
+        ('cards = ["cpu"]', 'cards = "cpu"', "cards is 'cpu': Input should be a valid tuple"),
+        ('cards = ["cpu"]', "cards = []", "cards is .*at least 1 item"),
         ("[[groups]]", "[[groups", "not readable as TOML"),
         ('name = "quality"\n', "", "group 2: 'name' is missing"),
-        (PLAN, 'card = "cpu"\ngroups = [1]', "group 1: is '1'"),
+        (PLAN, 'cards = ["cpu"]\ngroups = [1]', "group 1: is '1'"),
         (
             'variants = ["A1", "A2"]\nseeds = [2]',
             'variants = ["A3"]\nseeds = [2, 2]',
@@ -135,7 +160,65 @@ def test_a_plan_that_is_not_there_is_told(tmp_path):
 
 def test_two_groups_may_have_a_seed_at_batches_of_their_own(path):
     path.write_text(PLAN.replace("seeds = [2]", "seeds = [0]\nbatch = 8"))
-    assert read_plan(path).groups[1].sized_preset().batch == 8
+    assert read_plan(path).groups[1].sized_preset("A1").batch == 8
+
+
+# Blocks on two GPUs.
+
+
+def with_two_gpus(batch, micro_batch, one_gpu_batch):
+    """PLAN, but for a block of a variant on one GPU and of another one on two."""
+    sizes = f"batch = {batch}\nworld = 2\none_gpu_batch = {one_gpu_batch}"
+    text = PLAN.replace("seeds = [0, 1]", f"seeds = [0, 1]\n{sizes}")
+    text = text.replace("micro_batch = 8", f"micro_batch = {micro_batch}", 1)
+    return text.replace('["A1", "A2"]', '["E-uncompiled", "P-nccl"]', 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "of_one", "of_two"),
+    [
+        ((64, 32, 32), (32, 32, 1), (32, 64, 2)),
+        ((128, 64, 128), (128, 128, 1), (64, 128, 2)),
+    ],
+    ids=["as many samples a GPU", "as many samples in all"],
+)
+def test_a_block_on_two_gpus_has_a_variant_on_one(sizes, of_one, of_two, path):
+    path.write_text(with_two_gpus(*sizes))
+    group = read_plan(path).groups[0]
+    machine = Machine(gpus=2, sm=90, compiler=True, hardware="h200")
+    specs = verb.Specs(None, None, machine, path.parent).of(units_of([group])[0])
+    assert [spec.variant for spec in specs] == ["E-uncompiled", "P-nccl"]
+    planned = [(spec.settings.micro_batch, spec.preset.batch, spec.world) for spec in specs]
+    assert planned == [of_one, of_two]
+
+
+def test_a_block_on_two_gpus_is_left_out_where_there_is_one(path, capsys):
+    path.write_text(with_two_gpus(64, 32, 32))
+    group = read_plan(path).groups[0]
+    machine = Machine(gpus=1, sm=90, compiler=True, hardware="h200")
+    assert not verb.Specs(None, None, machine, path.parent).of(units_of([group])[0])
+    assert "left out of speed: P-nccl: needs 2 GPUs" in capsys.readouterr().err
+
+
+def test_the_example_of_a_block_on_two_gpus_is_one(path):
+    page = (ROOT / "docs" / "overnight.md").read_text()
+    example = page.partition("```toml\n")[2].partition("```")[0]
+    path.write_text(f'cards = ["h200"]\n{example}')
+    assert read_plan(path).groups[0].world == 2
+
+
+def test_a_record_counts_with_as_many_processes_as_its_group_has(path, tmp_path):
+    path.write_text(with_two_gpus(16, 8, 8).replace("E-uncompiled", "A1").replace("P-nccl", "P1"))
+    plan = read_plan(path)
+    unit = units_of(plan.groups)[0]
+    names = {"seeds": [0], "machine": Machine()}
+    (single,) = plan_specs(["A1"], "test", micro_batch=8, batch=8, **names)
+    (double,) = plan_specs(["P1"], "test", micro_batch=8, batch=16, world=2, **names)
+    leave_spec(tmp_path, single)
+    folder = leave_spec(tmp_path, double, after=20)
+    assert Recorded(plan, "cpu", tmp_path).results(unit)
+    change_record(folder, spec={"world": 4})
+    assert not Recorded(plan, "cpu", tmp_path).results(unit)
 
 
 # The committed plan.
@@ -167,9 +250,13 @@ def test_variants_of_equal_seeds_are_of_one_block_in_the_committed_plan():
     seeds = {}
     for group in read_plan(COMMITTED).groups:
         if group.alone:
-            key = group.sized_preset(), group.model, group.micro_batch
-            assert seeds.setdefault(key, set()).isdisjoint(group.seeds), group.name
-            seeds[key].update(group.seeds)
+            keys = {
+                (group.sized_preset(name), group.model, group.sizes(name))
+                for name in group.variants
+            }
+            for key in keys:
+                assert seeds.setdefault(key, set()).isdisjoint(group.seeds), group.name
+                seeds[key].update(group.seeds)
 
 
 # What is recorded.
@@ -229,10 +316,18 @@ def test_a_run_of_another_preset_does_not_count(plan, tmp_path):
 def test_a_run_takes_as_long_as_the_longest_like_it_whatever_its_code(plan, tmp_path):
     leave_run(tmp_path, "A1", 5, lasting=20.0, digest="0" * 64)
     leave_run(tmp_path, "A1", 6, lasting=30.0)
-    recorded = Recorded(plan, tmp_path)
+    recorded = Recorded(plan, "cpu", tmp_path)
     block, *_, single, _ = units_of(plan.groups)
     assert recorded.seconds(single) == 30 + START_S
     assert recorded.seconds(block) == 30 + START_S + 100, "A2 has no like run"
+
+
+def test_a_cold_run_takes_longer_to_begin(path, tmp_path):
+    path.write_text(PLAN.replace("alone = true", "alone = true\ncold = true"))
+    leave_run(tmp_path, "A1", 5, lasting=20.0)
+    plan = read_plan(path)
+    block = units_of(plan.groups)[0]
+    assert Recorded(plan, "cpu", tmp_path).seconds(block) == 20 + COLD_START_S + 100
 
 
 # What comes next.
@@ -305,12 +400,9 @@ class Queue:
         self.let_runs()
 
     def let_runs(self, **more):
-        """Let each run be a process of tests.small with these words, such as its pause.
-
-        It is forked from a warm one: what the verb starts by itself takes seconds to import.
-        """
+        """Let each run be a process of tests.small with these words, such as its pause."""
         command = functools.partial(small.pretend_command, **more)
-        launcher = functools.partial(TimedLauncher, command=command, warm=True)
+        launcher = functools.partial(TimedLauncher, command=command)
         self.patch.setattr(verb, "TimedLauncher", launcher)
 
     def run(self, *words, code=0):
@@ -409,15 +501,37 @@ def test_a_cold_run_finds_empty_caches_and_leaves_none(queue, monkeypatch, tmp_p
     assert read_record(queue.runs / spec_of("A1", 0).run_path)["time"]["compile_cached"] is False
 
 
+@pytest.mark.parametrize(("cold", "is_warm"), [("false", True), ("true", False)])
+def test_runs_begin_warm_unless_their_group_is_cold(cold, is_warm, queue, monkeypatch):
+    queue.path.write_text(PLAN.replace("alone = true", f"alone = true\ncold = {cold}"))
+    launcher = Mock(side_effect=KeyboardInterrupt)
+    monkeypatch.setattr(verb, "TimedLauncher", launcher)
+    queue.run("--groups", "speed", code=130)
+    assert launcher.call_args.kwargs["warm"] is is_warm
+
+
+@pytest.mark.parametrize(("cold", "starts"), [("false", 1), ("true", 0)])
+def test_imports_begin_before_the_machine_is_probed_unless_all_is_cold(
+    cold, starts, queue, monkeypatch
+):
+    queue.path.write_text(PLAN.replace("alone = true", f"alone = true\ncold = {cold}"))
+    start_server = Mock()
+    monkeypatch.setattr(verb, "start_server", start_server)
+    monkeypatch.setattr(verb, "probe", Mock(side_effect=KeyboardInterrupt))
+    queue.run("--groups", "speed", code=130)
+    assert start_server.call_count == starts
+
+
 def test_the_state_of_a_plan_is_told_without_torch_a_gpu_or_data(tmp_path):
     said = without_torch(tmp_path, "-m", "qa_lib", "queue", str(COMMITTED), "--status")
-    assert len(said.splitlines()) == len(read_plan(COMMITTED).groups) + 2
+    plan = read_plan(COMMITTED)
+    assert len(said.splitlines()) == len(plan.cards) * (len(plan.groups) + 2)
     assert "minutes of a GPU are missing" in said
 
 
 def test_the_state_of_a_plan_says_what_is_done_and_what_is_missing(queue):
     leave_run(queue.runs, "A1", 0)
-    leave_run(queue.runs, "A2", 0, after=20)
+    leave_run(queue.runs, "A2", 0, after=20, lasting=30.0)
     leave_run(queue.runs, "A1", 2)
     queue.run("--status")
     speed, quality = queue.said.out.splitlines()[1:3]
@@ -425,10 +539,21 @@ def test_the_state_of_a_plan_says_what_is_done_and_what_is_missing(queue):
     assert quality.split() == "quality 1/2 runs 1 min: A2 ×1".split()
 
 
-def test_a_plan_for_another_card_is_refused(queue):
-    queue.path.write_text(PLAN.replace('"cpu"', '"h100-80gb-hbm3"'))
+def test_a_plan_for_other_cards_is_refused(queue):
+    queue.path.write_text(PLAN.replace('["cpu"]', '["h100-80gb-hbm3", "h200"]'))
     queue.run(code=2)
-    assert "is a plan for h100-80gb-hbm3, and this is cpu" in queue.said.err
+    assert "is a plan for h100-80gb-hbm3 and h200, and this is cpu" in queue.said.err
+
+
+def test_a_plan_of_several_cards_is_made_on_each_on_its_own(queue):
+    queue.path.write_text(PLAN.replace('["cpu"]', '["h200", "cpu"]'))
+    assert len(queue.run("--groups", "quality")) == 2
+    queue.run("--groups", "quality", "--status")
+    on_h200, on_cpu = queue.said.out.split("of a GPU are missing\n")[:2]
+    assert "h200, code" in on_h200
+    assert "quality    0/2" in on_h200
+    assert "cpu, code" in on_cpu
+    assert "quality    2/2" in on_cpu
 
 
 def test_a_group_whose_data_are_not_given_is_left_out_and_the_others_run(queue):
@@ -460,3 +585,15 @@ def test_single_runs_have_a_gpu_each_and_blocks_the_first_one(plan):
     machine = Machine(gpus=4, sm=90)
     assert verb._cards(machine, speed) == [0]
     assert verb._cards(machine, quality) == [0, 1, 2, 3]
+
+
+def test_blocks_on_two_gpus_have_the_first_two(path):
+    path.write_text(with_two_gpus(64, 32, 32))
+    assert verb._cards(Machine(gpus=4, sm=90), read_plan(path).groups[0]) == [0, 1]
+
+
+def test_the_state_of_a_plan_counts_the_minutes_of_each_gpu(queue):
+    queue.path.write_text(with_two_gpus(64, 32, 32))
+    queue.run("--groups", "speed", "--status")
+    assert "7 min on 2 GPUs: seeds 0 1" in queue.said.out
+    assert "about 13 minutes of a GPU are missing" in queue.said.out

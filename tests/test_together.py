@@ -21,6 +21,7 @@ import torch
 from qa_lib.errors import UserError
 from qa_lib.lab.launch import anywhere, child, torchrun
 from qa_lib.lab.launch.anywhere import fit
+from qa_lib.lab.launch.driver import START, WARM
 from qa_lib.lab.launch.process import Work, child_command, kill
 from qa_lib.measure import hardware
 from qa_lib.records import record
@@ -161,21 +162,56 @@ def test_each_process_has_its_threads_and_no_older_result_stands_meanwhile(
     assert record.read_record(tmp_path / spec.run_path)["status"] == "starting"
 
 
-def test_processes_are_asked_to_end_where_this_one_is_stopped(tmp_path, monkeypatch):
+def test_torchrun_is_forked_from_a_process_that_may_be(tmp_path, monkeypatch):
     spec = short()
+    said = []
+    command = small.pretend_command(spec, tmp_path)
+    monkeypatch.setattr(torchrun, "child_command", lambda *_: command)
+    monkeypatch.setattr(torchrun, "subprocess", None)
+    entry = torchrun.watch_processes(spec, tmp_path, said.append, is_forkable=True)
+    assert entry["status"] == "ok"
+    assert said == ["the last word"]
+
+
+@pytest.mark.parametrize(
+    ("start", "is_forkable"), [(WARM, True), ("cold, since it is so", False), (None, False)]
+)
+def test_a_run_of_a_driver_forks_torchrun_where_it_is_warm(start, is_forkable, monkeypatch):
+    monkeypatch.delenv(START, raising=False)
+    if start:
+        monkeypatch.setenv(START, start)
+    watch = Mock()
+    monkeypatch.setattr(torchrun, "watch_processes", watch)
+    child.train(short(), "runs")
+    assert watch.call_args.kwargs["is_forkable"] is is_forkable
+
+
+WAITS = """import time
+print("a line", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("is_forkable", [False, True])
+def test_processes_are_asked_to_end_where_this_one_is_stopped(is_forkable, tmp_path, monkeypatch):
+    spec = short()
+    leave(tmp_path, spec, status=record.STARTING)
+    (tmp_path / "waits.py").write_text(WAITS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     ends = []
 
     def end(process):
         ends.append(process.returncode)
         kill(process)
 
-    command = ["sh", "-c", "echo a line; exec sleep 60"]
+    command = [sys.executable, "-m", "waits"]
     monkeypatch.setattr(torchrun, "child_command", lambda *_: command)
     monkeypatch.setattr(torchrun, "GRACE_S", 10)
     monkeypatch.setattr(torchrun, "kill", end)
     said = Mock(side_effect=KeyboardInterrupt)
     with pytest.raises(KeyboardInterrupt):
-        torchrun.run_processes(spec, tmp_path, said)
+        torchrun.watch_processes(spec, tmp_path, said, is_forkable)
     said.assert_called_once_with("a line")
     assert ends == [-signal.SIGTERM]
     assert end_of(tmp_path / spec.run_path) == ("killed", "stopped by SIGINT (Ctrl-C)")

@@ -42,7 +42,7 @@ def share(address: str) -> None:
     server = forkserver._forkserver
     server._forkserver_address = address
     server._forkserver_alive_fd = os.open(os.devnull, os.O_RDONLY)
-    server.ensure_running = lambda: None
+    server.ensure_running = forkserver.ensure_running = lambda: None
 
 
 def worker_command() -> str:

@@ -9,6 +9,7 @@ import contextlib
 import sys
 
 from qa_lib.errors import print_anything
+from qa_lib.lab.launch.driver import is_warm
 from qa_lib.lab.launch.process import Work, spec_from
 from qa_lib.signals import ended_soon, stoppable
 from qa_lib.spec.spec import Spec
@@ -17,12 +18,15 @@ LAST_S = 5  # seconds that one of several processes has to write what ended it
 
 
 def train(spec: Spec, runs: str) -> None:
-    """Train one run, in this process or in several that torchrun starts."""
+    """Train one run, in this process or in several that torchrun starts.
+
+    A driver has started this process, and has written the run's record.
+    """
     from qa_lib.lab.launch.anywhere import fit_here, takes_torchrun
-    from qa_lib.lab.launch.torchrun import run_processes
+    from qa_lib.lab.launch.torchrun import watch_processes
 
     if takes_torchrun(spec):
-        run_processes(spec, runs)
+        watch_processes(spec, runs, is_forkable=is_warm())
     else:
         fit_here(spec, runs)
 

@@ -32,10 +32,15 @@ LAST_S = 3  # seconds that a run has to write its record once its driver is gone
 _names = dict(SIGNALS)
 
 
+def is_warm() -> bool:
+    """Return whether this process was forked with PyTorch imported, and CUDA untouched."""
+    return os.environ.get(START) == WARM
+
+
 def surroundings() -> Surroundings:
     """Return what the environment of this process tells a run."""
     start = os.environ.get(START)
-    is_cold_fork = start is not None and start != WARM
+    is_cold_fork = start is not None and not is_warm()
     return _FromEnvironment(
         shares_gpu=bool(os.environ.get(SHARE)),
         began_for_run=start is None,

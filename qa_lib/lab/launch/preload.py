@@ -3,18 +3,19 @@
 Importing this module is its purpose. `TOUCHED` tells whether an import has initialized CUDA.
 """
 
+import contextlib
 import ctypes
 import gc
+import importlib
 import signal
 
 # Ctrl-C reaches all processes of a terminal. The sweep reports it; the imports here ignore it.
 _handler_before = signal.signal(signal.SIGINT, signal.SIG_IGN)
 
-# For a notebook and its kernel.
-import ipykernel.kernelapp  # noqa: E402, F401
-import matplotlib.pyplot  # noqa: E402, F401
-import papermill.cli  # noqa: E402, F401
-import seaborn  # noqa: E402, F401
+# For a notebook and its kernel. They are of an extra, and runs without a notebook do without.
+for name in ("ipykernel.kernelapp", "matplotlib.pyplot", "papermill.cli", "seaborn"):
+    with contextlib.suppress(ImportError):
+        importlib.import_module(name)
 
 # For the run itself: PyTorch, transformers and the library.
 import qa_lib.run.fit  # noqa: E402, F401

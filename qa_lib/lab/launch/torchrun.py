@@ -38,6 +38,7 @@ from pathlib import Path
 
 from qa_lib.lab.launch.driver import surroundings
 from qa_lib.lab.launch.process import Work, child_command, child_env, kill
+from qa_lib.lab.launch.warm import Forked, fork_again
 from qa_lib.measure.hardware import environment
 from qa_lib.records import record
 from qa_lib.records.files import check_folder
@@ -64,7 +65,17 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
         # So that processes that die before their first line leave no older result standing.
         entry = record.new_record(spec, environment())
         record.write_record(run_dir, entry | {"status": record.STARTING})
-    process = _start_torchrun(spec, runs)
+    return watch_processes(spec, runs, say)
+
+
+def watch_processes(spec: Spec, runs: str | Path, say=print, is_forkable: bool = False) -> dict:
+    """Do what `run_processes` does, for a run whose record says that it starts.
+
+    Where this process `is_forkable` (see warm.fork_again), that which is torchrun is forked from
+    it, and need not import PyTorch.
+    """
+    run_dir = Path(runs) / spec.run_path
+    process = _start_torchrun(spec, runs, is_forkable)
     driver = surroundings()
     reason = "its processes ended before the run did"
     try:
@@ -85,12 +96,16 @@ def run_processes(spec: Spec, runs: str | Path, say=print) -> dict:
     return record.with_result(entry)
 
 
-def _start_torchrun(spec: Spec, runs: str | Path) -> subprocess.Popen:
+def _start_torchrun(spec: Spec, runs: str | Path, is_forkable: bool) -> subprocess.Popen | Forked:
     """Start the process that supervises those of a spec; its output is theirs, line by line."""
     threads = spec.preset.threads or max(1, (os.cpu_count() or 1) // spec.world)
+    command = child_command(Work.SUPERVISE, spec, runs)
+    env = child_env(threads=threads)
+    if is_forkable:
+        return fork_again(command, env)
     return subprocess.Popen(
-        child_command(Work.SUPERVISE, spec, runs),
-        env=child_env(threads=threads),
+        command,
+        env=env,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

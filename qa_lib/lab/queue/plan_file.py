@@ -1,6 +1,6 @@
 """A plan of evidence: a TOML file that fixes, before any result is seen, which runs are made.
 
-`docs/evidence.toml` is one. Its key `card` names the hardware, and each table of its list `groups`
+`docs/evidence.toml` is one. Its key `cards` names the hardware, and each table of its list `groups`
 has the fields of Group. Groups are made in the order of the file.
 """
 
@@ -16,12 +16,25 @@ from pydantic import ValidationError as Invalid
 from qa_lib.errors import UserError, find, nearest, one_line
 from qa_lib.spec.presets import MOST, Preset, find_preset, sized
 from qa_lib.spec.spec import group_name
-from qa_lib.spec.variants import VARIANTS
+from qa_lib.spec.variants import VARIANTS, find_variant
 
 Text = Annotated[StrictStr, Field(min_length=1)]
 Count = Annotated[StrictInt, Field(ge=1, le=MOST)]
+Several = Annotated[StrictInt, Field(ge=2, le=MOST)]
 Rate = Annotated[StrictFloat, Field(gt=0, lt=1)]
 Seed = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """How many samples and processes the runs of a variant have."""
+
+    micro_batch: int
+    """Samples in one forward pass."""
+    batch: int | None
+    """Samples in an optimizer step, of all processes together; None: the preset's."""
+    world: int
+    """Processes, one a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +79,18 @@ class Group:
     """What a run of a variant is expected to take until a like one is recorded."""
 
     batch: Count | None = None
-    """Samples in an optimizer step; None: the preset's."""
+    """Samples in an optimizer step, of all GPUs together; None: the preset's."""
+
+    world: Several | None = None
+    """Processes of each run, one a GPU, for variants that take several; None: no variant does."""
+
+    one_gpu_batch: Count | None = None
+    """Samples in an optimizer step, and in its one forward pass, of those variants of a group with
+    `world` that take one process; None: there are none.
+
+    They run on one GPU in the same block. With `batch` divided by `world` all variants have as many
+    samples a GPU, and with `batch` as many in all.
+    """
 
     learning_rate: Rate | None = None
     """Peak of the learning rate; None: the preset's, which was searched for a small model."""
@@ -74,9 +98,18 @@ class Group:
     cold: StrictBool = False
     """Whether each run begins with empty caches, so that it compiles all it needs."""
 
-    def sized_preset(self) -> Preset:
-        """Return the preset with the group's own batch and rate, as its runs' records have it."""
-        return sized(find_preset(self.preset), batch=self.batch, learning_rate=self.learning_rate)
+    def sizes(self, variant: str) -> Sizes:
+        """Return the sizes of a variant's runs."""
+        if self.world is None:
+            return Sizes(micro_batch=self.micro_batch, batch=self.batch, world=1)
+        if takes_several(variant):
+            return Sizes(micro_batch=self.micro_batch, batch=self.batch, world=self.world)
+        return Sizes(micro_batch=self.one_gpu_batch, batch=self.one_gpu_batch, world=1)
+
+    def sized_preset(self, variant: str) -> Preset:
+        """Return the preset with a variant's batch and the group's rate, as records have it."""
+        batch = self.sizes(variant).batch
+        return sized(find_preset(self.preset), batch=batch, learning_rate=self.learning_rate)
 
     def runs_group(self, card: str) -> str:
         """Return the name of the folder and the archive that hold its runs."""
@@ -89,20 +122,26 @@ class EvidencePlan:
 
     __pydantic_config__: ClassVar[ConfigDict] = {"extra": "forbid"}
 
-    card: Text
+    cards: Annotated[tuple[Text, ...], Field(min_length=1)]
     """The hardware that all runs are made on, as the names of their folders begin, such as
-    h100-80gb-hbm3."""
+    h100-80gb-hbm3. On each of them the plan is made on its own, since times of two cards are no
+    ratio."""
 
     groups: Annotated[list[Group], Field(min_length=1)]
     """In the order in which they are made."""
+
+
+def takes_several(variant: str) -> bool:
+    """Return whether a variant is trained by several processes, one a GPU."""
+    return find_variant(variant).settings.parallel != "none"
 
 
 def read_plan(path: Path) -> EvidencePlan:
     """Return the plan of a file.
 
     Raises UserError, which names the file and the group, for a file that cannot be read, a key that
-    is unknown, missing or has an impossible value, an unknown variant or preset, and a run that is
-    there twice.
+    is unknown, missing, has an impossible value or does not go with the others, an unknown variant
+    or preset, and a run that is there twice.
     """
     try:
         content = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -117,6 +156,7 @@ def read_plan(path: Path) -> EvidencePlan:
     for group in plan.groups:
         try:
             _check_names(group)
+            _check_together(group)
         except UserError as problem:
             raise UserError(f"{path}: group {group.name!r}: {problem}") from None
     _check_once(path, plan)
@@ -154,16 +194,37 @@ def _check_names(group: Group) -> None:
         variant = find("variant", name, VARIANTS)  # which `recommended` is not
         if variant.task != task:
             raise UserError(f"{name} is a variant of task {variant.task}, and the preset of {task}")
-        if variant.settings.parallel != "none":
-            raise UserError(f"{name} takes several GPUs, and a run of a plan one: use `sweep`")
+
+
+def _check_together(group: Group) -> None:
+    """Raise UserError for keys of a group that do not go together."""
+    several = [name for name in group.variants if takes_several(name)]
+    single = [name for name in group.variants if not takes_several(name)]
     if group.cold and not group.alone:
         raise UserError("cold runs are timed, and need alone = true")
+    if group.world and not group.alone:
+        raise UserError("runs on several GPUs are timed, and need alone = true")
+    if several and not group.world:
+        raise UserError(f"{several[0]} takes several GPUs: give world, such as world = 2")
+    if group.world and not several:
+        raise UserError(f"world is {group.world}, and no variant takes several GPUs")
+    if group.world and single and not group.one_gpu_batch:
+        raise UserError(f"{single[0]} takes one GPU beside others: give one_gpu_batch")
+    if group.one_gpu_batch and not (group.world and single):
+        raise UserError("one_gpu_batch is there, and no variant takes one GPU beside others")
 
 
 def _check_once(path: Path, plan: EvidencePlan) -> None:
     """Raise UserError where two places of a plan stand for one run: it would have one record."""
     asked = Counter(
-        (group.sized_preset(), group.model, group.data, group.micro_batch, variant, seed)
+        (
+            group.sized_preset(variant),
+            group.model,
+            group.data,
+            group.sizes(variant),
+            variant,
+            seed,
+        )
         for group in plan.groups
         for variant in group.variants
         for seed in group.seeds

@@ -17,6 +17,7 @@ from typing import TextIO
 
 from qa_lib.lab.launch.cold import empty_caches
 from qa_lib.lab.launch.local import Launcher
+from qa_lib.lab.launch.warm import Forked
 from qa_lib.lab.queue.plan_file import EvidencePlan
 from qa_lib.lab.queue.units import HAS_RESULT, Recorded, Unit
 from qa_lib.records import record
@@ -60,24 +61,25 @@ class TimedLauncher(Launcher):
 
     def _start(
         self, spec: Spec, run_dir: Path, env: dict[str, str], log: TextIO
-    ) -> subprocess.Popen:
+    ) -> subprocess.Popen | Forked:
         """Start a run's process."""
         return super()._start(spec, run_dir, env | self.variables, log)
 
 
 class Archives:
-    """The archives of a plan's groups, which get each unit once it is whole."""
+    """The archives of a plan's groups on a card, which get each unit once it is whole."""
 
-    def __init__(self, plan: EvidencePlan, runs: Path, copies: Path | None):
+    def __init__(self, plan: EvidencePlan, card: str, runs: Path, copies: Path | None):
         """`runs` is the folder of runs and archives; `copies` one that gets a copy of what changes,
         or None."""
         self.plan = plan
+        self.card = card
         self.runs = runs
         self.copies = copies
 
     def keep(self, units: list[Unit]) -> Recorded:
         """Archive the runs in folders of those units that are whole; return what is recorded."""
-        recorded = Recorded(self.plan, self.runs)
+        recorded = Recorded(self.plan, self.card, self.runs)
         in_folders: dict[str, list[Run]] = defaultdict(list)
         for unit in units:
             for run in recorded.results(unit):

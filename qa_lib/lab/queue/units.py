@@ -1,6 +1,6 @@
 """What of a plan of evidence is recorded, and which of its runs come next.
 
-Records count where they are of the plan's card and of the code that this process has loaded, by
+Records count where they are of the card at hand and of the code that this process has loaded, by
 its digest (loaded.py). They are told by the names of data and model, so that the state of a plan
 is known without either.
 """
@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from qa_lib.lab.queue.plan_file import EvidencePlan, Group
+from qa_lib.lab.queue.plan_file import EvidencePlan, Group, takes_several
 from qa_lib.loaded import CODE
 from qa_lib.records.archive import Run, read_runs
 from qa_lib.records.record import DEFAULT_PRESET
@@ -23,9 +23,11 @@ HAS_RESULT = ("ok", "oom")
 # 15 to 40 to start; a host that is given anew begins later, so that no block is put together of
 # two.
 MOST_BETWEEN_S = 180
-# Seconds that a process takes beside the `wall_s` of its record, for imports and its end. Not its
-# `notebook_s`: notebooks drew pictures as well, for up to six minutes.
-START_S = 30
+# Seconds that a process takes beside the `wall_s` of its record, for its begin and its end. Not its
+# `notebook_s`: notebooks drew pictures as well, for up to six minutes. A cold process imports, and
+# one of several waits for torchrun and the others, which import as well.
+START_S = 10
+COLD_START_S = 30
 
 
 @dataclass(frozen=True)
@@ -50,11 +52,11 @@ def units_of(groups: list[Group]) -> list[Unit]:
 
 
 class Recorded:
-    """The records of a plan's card below a runs folder, in folders and archives."""
+    """The records of a plan on one of its cards, in folders and archives below a runs folder."""
 
-    def __init__(self, plan: EvidencePlan, runs: Path):
+    def __init__(self, plan: EvidencePlan, card: str, runs: Path):
         self._like: dict[tuple, list[Run]] = defaultdict(list)
-        for name in sorted({group.runs_group(plan.card) for group in plan.groups}):
+        for name in sorted({group.runs_group(card) for group in plan.groups}):
             for run in read_runs(runs, name):
                 self._like[_key_of_run(run)].append(run)
 
@@ -78,22 +80,27 @@ class Recorded:
     def _seconds_of_run(self, group: Group, variant: str) -> float:
         """Return the most that a like run took, whatever its code; the plan's guess without one."""
         like = [run.record["time"]["wall_s"] for run in self._like[_key(group, variant)]]
-        known = [wall_s + START_S for wall_s in like if wall_s is not None]
+        is_cold = group.cold or takes_several(variant)
+        start_s = COLD_START_S if is_cold else START_S
+        known = [wall_s + start_s for wall_s in like if wall_s is not None]
         return max(known, default=float(group.seconds))
 
 
 def _key(group: Group, variant: str) -> tuple:
     """Return what the runs of a group's variant have in common, whatever their seed and code."""
-    preset = dataclasses.asdict(group.sized_preset())
-    return variant, group.micro_batch, group.model, group.data, tuple(preset.items())
+    preset = dataclasses.asdict(group.sized_preset(variant))
+    sizes = group.sizes(variant)
+    counts = sizes.micro_batch, sizes.world
+    return variant, *counts, group.model, group.data, tuple(preset.items())
 
 
 def _key_of_run(run: Run) -> tuple:
     """Return the same of a run."""
     spec = run.record["spec"]
+    counts = spec["settings"]["micro_batch"], spec["world"]
     names = run.record["model"]["name"], run.record["data"]["name"]
     preset = {name: spec["preset"][name] for name in DEFAULT_PRESET}
-    return spec["variant"], spec["settings"]["micro_batch"], *names, tuple(preset.items())
+    return spec["variant"], *counts, *names, tuple(preset.items())
 
 
 def _counts(run: Run, seed: int) -> bool:

@@ -10,12 +10,13 @@ import math
 import sys
 import textwrap
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 
 from qa_lib.errors import UserError, find, one_line
 from qa_lib.lab.launch.probe import probe
-from qa_lib.lab.queue.plan_file import EvidencePlan, Group, read_plan
+from qa_lib.lab.launch.warm import start_server
+from qa_lib.lab.queue.plan_file import EvidencePlan, Group, Sizes, read_plan
 from qa_lib.lab.queue.runner import Archives, TimedLauncher, run_units
 from qa_lib.lab.queue.units import Recorded, Unit, next_units, units_of
 from qa_lib.lab.search.plan import plan as plan_specs
@@ -32,20 +33,23 @@ MOST_WORDS = 50  # characters that tell which runs of a group are missing
 def main(args: argparse.Namespace) -> int:
     """Run what is missing of a plan, or print how the plan stands; 1 when a run failed.
 
-    Raises UserError for a plan that cannot be, and for a machine of another card.
+    Raises UserError for a plan that cannot be, and for a machine of a card that it does not name.
     """
     end = time.monotonic() + (args.within or math.inf)
     plan = read_plan(args.plan)
     groups = _groups_asked(plan, args.groups)
-    title = f"{args.plan}: {plan.card}, code {CODE.digest[:7]}"
     if args.status:
-        print_status(title, groups, Recorded(plan, args.runs))
+        for card in plan.cards:
+            print_status(_title(args.plan, card), groups, Recorded(plan, card, args.runs))
         return 0
 
+    if not all(group.cold for group in groups):
+        start_server()  # it imports while the machine is probed
     machine, env = probe()
-    if machine.hardware != plan.card:
-        raise UserError(f"{args.plan} is a plan for {plan.card}, and this is {machine.hardware}")
-    archives = Archives(plan, args.runs, args.copy_to)
+    card = machine.hardware
+    if card not in plan.cards:
+        raise UserError(f"{args.plan} is a plan for {' and '.join(plan.cards)}, and this is {card}")
+    archives = Archives(plan, card, args.runs, args.copy_to)
     recorded = archives.keep(units_of(groups))
     specs = Specs(args.data, args.model, machine, args.runs)
     missing = [
@@ -72,14 +76,15 @@ def main(args: argparse.Namespace) -> int:
             force=True,
             end=end,
             cold=units[0].group.cold,
+            warm=not units[0].group.cold,
         )
         specs_of_units = {unit: specs.of(unit) for unit in units}
         entries = run_units(specs_of_units, launcher, archives, _tell)
         failed += sum(entry["status"] in ("error", "killed") for entry in entries)
-        recorded = Recorded(plan, args.runs)
+        recorded = Recorded(plan, card, args.runs)
     if missing:
         print(f"not begun: {len(missing)} blocks and runs that would not end in time")
-    print_status(title, groups, recorded)
+    print_status(_title(args.plan, card), groups, recorded)
     return 1 if failed else 0
 
 
@@ -98,7 +103,9 @@ def _cards(machine: Machine, group: Group) -> list[int] | None:
     """Return the GPUs that runs of a group use; None without a GPU."""
     if not machine.gpus:
         return None
-    return [0] if group.alone else list(range(machine.gpus))
+    if group.alone:
+        return list(range(group.world or 1))
+    return list(range(machine.gpus))
 
 
 def _tell(spec: Spec, entry: dict) -> None:
@@ -152,22 +159,32 @@ class Specs:
 
     def _of_group(self, group: Group) -> dict[tuple[str, int], Spec]:
         """Return the specs that can run here, by variant and seed; say why others cannot."""
-        specs = plan_specs(
-            variants=group.variants,
-            preset=group.preset,
-            seeds=group.seeds,
-            data=self.data.get(group.data, group.data),
-            model=self.models.get(group.model, group.model),
-            micro_batch=group.micro_batch,
-            batch=group.batch,
-            learning_rate=group.learning_rate,
-            machine=self.machine,
-            runs=self.runs,
-        )
+        by_sizes: dict[Sizes, list[str]] = defaultdict(list)
+        for variant in group.variants:
+            by_sizes[group.sizes(variant)].append(variant)
+        specs = []
+        for sizes, variants in by_sizes.items():
+            specs += self._of_sizes(group, sizes, variants)
         unable = [(spec.variant, spec.skip) for spec in specs if spec.skip]
         for variant, reason in dict.fromkeys(unable):
             _leave_out(group, f"{variant}: {reason}")
         return {(spec.variant, spec.seed): spec for spec in specs if not spec.skip}
+
+    def _of_sizes(self, group: Group, sizes: Sizes, variants: list[str]) -> list[Spec]:
+        """Return the specs of those variants of a group that have these sizes."""
+        return plan_specs(
+            variants=variants,
+            preset=group.preset,
+            seeds=group.seeds,
+            data=self.data.get(group.data, group.data),
+            model=self.models.get(group.model, group.model),
+            micro_batch=sizes.micro_batch,
+            batch=sizes.batch,
+            world=sizes.world,
+            learning_rate=group.learning_rate,
+            machine=self.machine,
+            runs=self.runs,
+        )
 
 
 def _by_name(option: str, paths: list[str]) -> dict[str, str]:
@@ -194,10 +211,16 @@ def _leave_out(group: Group, reason: str) -> None:
 # How a plan stands.
 
 
+def _title(path: Path, card: str) -> str:
+    """Return the line above the state of a plan on a card."""
+    return f"{path}: {card}, code {CODE.digest[:7]}"
+
+
 def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
     """Print a line for each group: what of it is done, what is missing, and for how many minutes.
 
-    Minutes are those of one GPU.
+    The minutes of a group are those of all GPUs that its runs take at a time, and those in all are
+    of one GPU.
     """
     print(title)
     width = max(len(group.name) for group in groups)
@@ -206,11 +229,12 @@ def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
         units = units_of([group])
         missing = [unit for unit in units if not recorded.results(unit)]
         seconds = sum(recorded.seconds(unit) for unit in missing)
-        total_s += seconds
+        total_s += seconds * (group.world or 1)
         kind = "blocks" if group.alone else "runs"
         line = f"{group.name:{width}}  {len(units) - len(missing):3}/{len(units):<3}{kind:7}"
         if missing:
-            line += f"{seconds / 60:4.0f} min: {_in_words(group, missing)}"
+            gpus = f" on {group.world} GPUs" if group.world else ""
+            line += f"{seconds / 60:4.0f} min{gpus}: {_in_words(group, missing)}"
         print(line.rstrip())
     print(f"about {total_s / 60:.0f} minutes of a GPU are missing")
 
