@@ -24,7 +24,7 @@ AGAIN_S = 0.05
 class Stopped(KeyboardInterrupt):
     """One of SIGNALS asked this process to end; the message is its name.
 
-    As Ctrl-C it passes `except Exception`.
+    Like Ctrl-C, it is not caught by `except Exception`.
     """
 
 
@@ -40,7 +40,7 @@ def stopped_by(problem: BaseException) -> str:
 
 @contextlib.contextmanager
 def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
-    """Raise Stopped for each of SIGNALS inside the block, with its name as the message.
+    """Raise Stopped when one of SIGNALS comes inside the block; `names` are its messages.
 
     Only the main thread may enter, and the exception is raised there. A signal that is ignored
     stays so: that is how `nohup` keeps SIGHUP from a command. What follows within TOGETHER_S is
@@ -91,9 +91,9 @@ def stoppable(names: Mapping[int, str] = SIGNALS) -> Iterator[None]:
 def ended_soon(seconds: float) -> Iterator[None]:
     """End this process so many seconds after one of SIGNALS has come inside the block.
 
-    Python acts on a signal when its main thread is back from what it has called. One that waits for
-    a GPU, which waits for the GPU of a process that has died, never is. Only the main thread may
-    enter. The exit code is 1.
+    Python acts on a signal when its main thread is back from what it has called. A main thread that
+    waits for a GPU, which waits for the GPU of a dead process, never comes back. Only the main
+    thread may enter. The exit code is 1.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
@@ -108,7 +108,7 @@ def ended_soon(seconds: float) -> Iterator[None]:
 
 
 def _end_after(reader: int, seconds: float) -> None:
-    """End this process so long after one of SIGNALS is read; return where no signal can come."""
+    """End this process so long after one of SIGNALS is read; return once the block is left."""
     with open(reader, "rb", buffering=0) as numbers:
         while number := numbers.read(1):
             if number[0] in SIGNALS:

@@ -583,13 +583,13 @@ def test_variants_that_cannot_run_here_are_told(queue):
 def test_single_runs_have_a_gpu_each_and_blocks_the_first_one(plan):
     speed, quality = plan.groups
     machine = Machine(gpus=4, sm=90)
-    assert verb._cards(machine, speed) == [0]
-    assert verb._cards(machine, quality) == [0, 1, 2, 3]
+    assert verb._gpus_for(machine, speed) == [0]
+    assert verb._gpus_for(machine, quality) == [0, 1, 2, 3]
 
 
 def test_blocks_on_two_gpus_have_the_first_two(path):
     path.write_text(with_two_gpus(64, 32, 32))
-    assert verb._cards(Machine(gpus=4, sm=90), read_plan(path).groups[0]) == [0, 1]
+    assert verb._gpus_for(Machine(gpus=4, sm=90), read_plan(path).groups[0]) == [0, 1]
 
 
 def test_the_state_of_a_plan_counts_the_minutes_of_each_gpu(queue):

@@ -118,7 +118,7 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     texts = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
     assert "on one NEW" in texts[0]
     assert "over 8 seeds" in texts[0]
-    assert "4 GPUs train" in "".join(texts)
+    assert "2 GPUs train" in "".join(texts)
 
 
 def without_whole_trainings():

@@ -107,8 +107,8 @@ def test_a_sentence_says_by_how_much_longer_a_step_takes_than_on_one_gpu():
     )
     assert lines.set_index("variant").loc["P-nccl", "lost_ms"] == pytest.approx(1.1)
     assert scaling.lost_sentence(lines) == (
-        "At 32 samples each, a step of P-peers loses 0.25 ms of 8.25 on 2 GPUs, "
-        "P-peers loses 0.50 ms of 8.50 on 4 GPUs."
+        "By median steps, at 32 samples each, P-peers takes 8.25 ms on 2 GPUs, 0.25 more than on "
+        "one; P-peers takes 8.50 ms on 4 GPUs, 0.50 more than on one."
     )
 
 

@@ -33,20 +33,20 @@ different here:
   and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along a
   diagonal, over all segments. Where there is no bias, none of this is in the program.
 - With such a bias, dS is computed once and stored in the type of `qkv`, and the backward pass has
-  three kernels. The first computes dK, dV and dS (varlen_attention_backward), the second dQ = dS K
-  (attention_query_backward), and the third the sums of dS by distance (attention_distance_sums).
-  Two of the seven products go, and exponentials, biases and dropout's hash are computed once, not
-  twice. Sums along diagonals take many instructions for each tile. The third kernel adds up the
-  tiles of many segments first, and sums the diagonals of the total. Still nothing is added up by
-  several programs.
+  three kernels beside delta's. The first computes dK, dV and dS (varlen_attention_backward), the
+  second dQ = dS K (attention_query_backward), and the third the sums of dS by distance
+  (attention_distance_sums). Two of the seven products go, and exponentials, biases and dropout's
+  hash are computed once, not twice. Sums along diagonals take many instructions for each tile. The
+  third kernel adds up the tiles of many segments first, and sums the diagonals of the total. Still
+  nothing is added up by several programs.
 - Stored, dS saves instructions and costs bytes. For 32 samples of SQuAD and 12 heads it is 26 MB,
   written once and read twice. On one H200 such a layer's backward pass took 163 µs, where one
   kernel took 208. Without a bias there are fewer instructions to save, and no sums: BERT's took
   78 µs with two kernels and 76 with one, and keeps the one.
 - Where the linear layers before and after it are in 8-bit floats (kernels/fp8.py), the forward
   kernel writes the e4m3 copy of the output, and the backward kernel the e5m2 copy of the gradient
-  of `qkv`, beside each other in the same places. Where the layer before reads no other, the copy
-  is all that it writes.
+  of `qkv`, each laid out like what it is a copy of. Where the layer before reads the copy alone,
+  only the copy is written.
 - Triton's GEMMs are supported from compute capability 8.0 on, in bf16 and fp16.
 - Powers are of base 2, which the GPU has an instruction for; log2(e) is multiplied into the scale.
 
@@ -338,8 +338,8 @@ def _attention_backward(
     """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
 
     Those of what is None are empty. The fourth result is the e5m2 copy [tokens, 3 x heads x width]
-    of the first, empty unless the caller `copies` that; where the `copy_alone` is wanted, the first
-    is empty.
+    of the first. It is empty unless `copies`; with `copy_alone` only the copy is made, and the
+    first is empty.
     """
     tokens, _, heads, width = qkv.shape
     blocks = -(-longest // BACKWARD["BLOCK"])
@@ -508,9 +508,9 @@ _attention.register_autograd(_backward, setup_context=_setup_context)
 # `buckets`, as long as a row of it. With one, `ds` [HEADS, tokens, span] has the gradients of the
 # scaled scores: a row for each key, and in it a column for each query of the key's segment. `span`
 # is the longest segment's length, rounded up to a multiple of BLOCK. A row has zeros for queries
-# beyond the end, up to a whole STEP; no more of it is ever written or read. If CAUSAL, that holds
-# of queries in a BLOCK before the key's as well. Without a RelativeBias REACH is 0, `table` and
-# `ds` are None, and all that is of them is left out of the program.
+# beyond the end, up to a whole STEP; no more of it is ever written or read. If CAUSAL, queries in
+# a BLOCK before the key's are never written or read either. Without a RelativeBias REACH is 0,
+# `table` and `ds` are None, and all that is of them is left out of the program.
 #
 # PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 # 3 * PART that from a token's query to the next token's. `kept_scale` is 1 / (1 - rate). Tokens are
@@ -1281,8 +1281,8 @@ def attention_query_backward(
     """Compute dQ = dS K of BLOCK queries, over STEP keys at a time.
 
     varlen_attention_backward has left dS in `ds`, and the zeros of blocks beyond the end in
-    `partials`. BLOCK is the same there: in causal attention no score was written of a block of keys
-    after the queries'.
+    `partials`. Both kernels must have one BLOCK: in causal attention, keys in a block after the
+    queries' have no dS.
     """
     block, head, begin, length = locate(cu_seqlens)
     if block * BLOCK >= length:

@@ -1,4 +1,4 @@
-"""One run in several processes: torchrun starts them and ends them together.
+r"""One run in several processes: torchrun starts them and ends them together.
 
 `run_processes` starts a process that is torchrun (`supervise`), and that one starts each of the
 run's processes (`be_rank` in child.py). A process that fails leaves a file in the run's folder, its
@@ -13,15 +13,16 @@ them. The first process writes the record. This is a job of Slurm on two nodes o
     # Else processes that are restarted wait for those before them.
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-    srun --kill-on-bad-exit torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 \\
-        --rdzv-backend c10d --rdzv-endpoint "$head:29400" --rdzv-id "$SLURM_JOB_ID" \\
-        --rdzv-conf join_timeout=40,read_timeout=20 \\
-        -m qa_lib run P-one-bucket --preset bench --world 8
+    srun --kill-on-bad-exit torchrun --nnodes 2 --nproc-per-node 4 --max-restarts 3 \
+        --rdzv-backend c10d --rdzv-endpoint "$head:29400" --rdzv-id "$SLURM_JOB_ID" \
+        --rdzv-conf join_timeout=40,read_timeout=20 \
+        -m qa_lib run P-nccl --preset bench --world 8
 
-Without Slurm, start by hand on each host what `srun` starts, with one of them as "$head". The
-option --rdzv-conf is for hosts that never meet: torchrun then ends within a minute. Its last line
-says RendezvousTimeoutError where the others did not come, or RendezvousConnectionError where the
-first was not found.
+Without Slurm, type on each host the line with `export`, and the command from the word torchrun on.
+Put the name of one host for "$head", and for "$SLURM_JOB_ID" a word that is the same on all of
+them. The option --rdzv-conf is for hosts that never meet: torchrun then ends within a minute. Its
+last line says RendezvousTimeoutError where the others did not come, or RendezvousConnectionError
+where the first was not found.
 
 Hosts may leave and come back with `--nnodes 1:2`. Then last_call_timeout=10 stands beside the other
 two: else torchrun waits half a minute for more hosts, and join_timeout is over by then. When one
@@ -145,7 +146,7 @@ def supervise(spec: Spec, runs: str) -> None:
         exit_codes = {rank: failure.exitcode for rank, failure in ended.failures.items()}
         record_fault(spec, run_dir, exit_codes)
         sys.exit(1)
-    except SignalException:  # from run_processes, which says so in the record
+    except SignalException:  # from watch_processes, which says so in the record
         sys.exit(1)
 
 
@@ -153,9 +154,9 @@ def record_fault(spec: Spec, run_dir: Path, exit_codes: dict[int, int]) -> None:
     """Put into the record which process failed first, and why, and remove the faults.
 
     `exit_codes` are those of processes that failed, by rank; that of a process which a signal has
-    ended is the signal's number below 0. A process that a signal has ended without a fault of its
-    own is told of, rather than the first fault: the others may have failed because it was gone. But
-    a lack of memory is told before all. One that has left a fault may be ended by a signal as well:
+    ended is minus the signal's number. A process that a signal has ended without a fault of its own
+    is reported instead of the first fault: the others may have failed because it was gone. But a
+    lack of memory comes before all. One that has left a fault may be ended by a signal as well:
     PyTorch aborts where it cannot tidy up after an error of CUDA.
     """
     fault = first_fault(run_dir)

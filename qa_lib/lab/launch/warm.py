@@ -67,9 +67,9 @@ def start_server() -> None:
 
 
 def fork(command: list[str], env: dict[str, str], log: Path) -> Forked:
-    """Start a warm process that is `command`, a Python with -m, in `env`, and return it.
+    """Start `command`, a Python with -m, in `env`, and return its process.
 
-    Its output goes to the file `log`.
+    It is warm unless the imports have touched CUDA. Its output goes to the file `log`.
     """
     start_server()
     return Forked(SERVER.Process(target=_become, args=(command, env, str(log), os.getcwd())))
@@ -92,8 +92,8 @@ def _become(command: list[str], env: dict[str, str], log: str, folder: str) -> N
 def fork_again(command: list[str], env: dict[str, str]) -> Forked:
     """Fork this process, which is warm, to be `command`, a Python with -m, in `env`; return it.
 
-    Its output are the lines of its `stdout`. This process must have no other thread, and have asked
-    CUDA nothing.
+    What it prints are the lines of its `stdout`. This process must have no other thread, and have
+    asked CUDA nothing.
     """
     reader, writer = os.pipe()
     forking = multiprocessing.get_context("fork")
@@ -115,7 +115,7 @@ def _print_to(stream: int) -> None:
     """Let this process print to an open file, and each line at once, as with PYTHONUNBUFFERED."""
     os.dup2(stream, 1)
     os.dup2(stream, 2)
-    # Those of before have learnt what kind of file they print to.
+    # The old ones hold lines back, as their former files needed it.
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
@@ -123,7 +123,8 @@ def _print_to(stream: int) -> None:
 def _take_on(env: dict[str, str], folder: str) -> None:
     """Take on an environment, a current folder and Python's own way to start processes.
 
-    multiprocessing would start a data loader's workers as it has started this process.
+    Otherwise multiprocessing would start a data loader's workers from the server, as it did this
+    process.
     """
     multiprocessing.set_start_method(None, force=True)
     os.environ.clear()
@@ -152,7 +153,7 @@ def forked_kernel() -> Iterator[None]:
     theirs.close()
 
     def launch(command: list[str], env: dict[str, str], cwd: str | None = None, **_) -> Forked:
-        # Where papermill is by now: it has changed folder since the kernel was forked.
+        # The folder is sent now: papermill has changed it since the kernel was forked.
         ours.send((command[2:], env | {"JPY_PARENT_PID": str(os.getpid())}, cwd or os.getcwd()))
         return kernel
 
@@ -168,11 +169,11 @@ def forked_kernel() -> Iterator[None]:
         process.kill()
 
 
-def _be_kernel(ours: Connection, theirs: Connection) -> None:
+def _be_kernel(of_parent: Connection, own: Connection) -> None:
     """Wait for the kernel's command, and run it; end where none comes."""
-    ours.close()
+    of_parent.close()
     os.setsid()
     with contextlib.suppress(EOFError):
-        words, env, folder = theirs.recv()
+        words, env, folder = own.recv()
         _take_on(env, folder)
         _run_module(words)

@@ -76,7 +76,8 @@ class Group:
     """
 
     seconds: Count
-    """What a run of a variant is expected to take until a like one is recorded."""
+    """What a run is expected to take, on average over the variants, until a like one is
+    recorded."""
 
     batch: Count | None = None
     """Samples in an optimizer step, of all GPUs together; None: the preset's."""
@@ -88,8 +89,8 @@ class Group:
     """Samples in an optimizer step, and in its one forward pass, of those variants of a group with
     `world` that take one process; None: there are none.
 
-    They run on one GPU in the same block. With `batch` divided by `world` all variants have as many
-    samples a GPU, and with `batch` as many in all.
+    They run on one GPU in the same block. Set it to `batch` divided by `world` to compare at as
+    many samples a GPU, or to `batch` to compare at as many samples a step.
     """
 
     learning_rate: Rate | None = None

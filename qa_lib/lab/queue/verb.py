@@ -27,7 +27,7 @@ from qa_lib.spec.machine import Machine
 from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
-MOST_WORDS = 50  # characters that tell which runs of a group are missing
+MOST_CHARACTERS = 50  # of the list of missing runs in a line of the status
 
 
 def main(args: argparse.Namespace) -> int:
@@ -71,7 +71,7 @@ def main(args: argparse.Namespace) -> int:
             runs=args.runs,
             machine=machine,
             env=env,
-            gpus=_cards(machine, units[0].group),
+            gpus=_gpus_for(machine, units[0].group),
             # A run in a folder that does not count is of other code, or of a broken block.
             force=True,
             end=end,
@@ -99,7 +99,7 @@ def _groups_asked(plan: EvidencePlan, names: list[str] | None) -> list[Group]:
     return [group for group in plan.groups if not names or group.name in names]
 
 
-def _cards(machine: Machine, group: Group) -> list[int] | None:
+def _gpus_for(machine: Machine, group: Group) -> list[int] | None:
     """Return the GPUs that runs of a group use; None without a GPU."""
     if not machine.gpus:
         return None
@@ -219,8 +219,8 @@ def _title(path: Path, card: str) -> str:
 def print_status(title: str, groups: list[Group], recorded: Recorded) -> None:
     """Print a line for each group: what of it is done, what is missing, and for how many minutes.
 
-    The minutes of a group are those of all GPUs that its runs take at a time, and those in all are
-    of one GPU.
+    A group's minutes are those of its units one after the other. Those in all are of one GPU, so
+    that a group on two of them counts twice.
     """
     print(title)
     width = max(len(group.name) for group in groups)
@@ -245,4 +245,4 @@ def _in_words(group: Group, missing: list[Unit]) -> str:
         return f"seeds {' '.join(str(unit.seed) for unit in missing)}"
     counts = Counter(unit.variants[0] for unit in missing)
     words = ", ".join(f"{variant} ×{count}" for variant, count in counts.items())
-    return textwrap.shorten(words, MOST_WORDS, placeholder=" ...")
+    return textwrap.shorten(words, MOST_CHARACTERS, placeholder=" ...")

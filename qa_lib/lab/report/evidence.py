@@ -145,7 +145,7 @@ def with_axes(runs: pd.DataFrame) -> pd.DataFrame:
     """Return runs with the columns of AXES.
 
     - model: its name with its revision, or with its size where nothing is scored
-    - data: their name, with the beginning of their digest where others have that name, too
+    - data: their name, with the beginning of their digest where the group has others of that name
     - world: the number of processes that trained
     - stages: pipeline stages, 1 without a pipeline
     - batch: the effective batch in samples, 0 where a step is one micro-batch
@@ -184,7 +184,7 @@ def _model_axis(runs: pd.DataFrame) -> pd.Series:
 
 
 def _data_axis(runs: pd.DataFrame) -> pd.Series:
-    """Return each run's data as 'NAME', or as 'NAME DIGEST' where the group has two of that name."""
+    """Return each run's data as 'NAME', or 'NAME DIGEST' where the group has two of that name."""
     digest = runs["data.sha256"].str[:7]
     of_name = digest.groupby([runs["group"], runs["data.name"]])
     is_alone = of_name.transform("nunique") <= 1
@@ -402,12 +402,20 @@ def judging_runs(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 
 
 def _scored_elsewhere(runs: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs of variants that `found` lacks, on other cards, of its model and data."""
+    """Return runs of variants that `found` lacks, which ended ok on other cards.
+
+    They are of its model and data, and of those that repeat each other the newest.
+    """
     others = _outside_searches(runs, found["spec.preset.name"].iloc[0])
-    is_alike = pd.Series(True, index=others.index)
+    others = others[others["status"] == "ok"]
+    is_new = ~others["spec.variant"].isin(found["spec.variant"])
+    is_new &= ~others["spec.hardware"].isin(found["spec.hardware"])
     for name in ("model.revision", "data.sha256"):
-        is_alike &= others[name].isin(found[name].dropna())
-    return others[is_alike & ~others["spec.variant"].isin(found["spec.variant"])]
+        is_new &= others[name].isin(found[name].dropna())
+    # A group names its data by itself.
+    names = found.drop_duplicates("data.sha256").set_index("data.sha256")["data"]
+    chosen = _newest(others[is_new])
+    return chosen.assign(data=chosen["data.sha256"].map(names))
 
 
 # Which runs may be compared.

@@ -73,8 +73,8 @@ def worded(text: str, runs: pd.DataFrame) -> str:
 def scaling(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a group's runs that ended ok, averaged over seeds: a line for each of KEYS.
 
-    Only runs of the model, data, precision, length and training that most have count. Lines are in the
-    order of the variants table. Columns:
+    Only runs of the model, data, precision, length and training that most have count. Lines are in
+    the order of the variants table. Columns:
 
     - KEYS and n, the number of runs
     - those of MEASURES, with intervals `NAME±`; speed is the samples/s of all GPUs together
@@ -153,10 +153,10 @@ def _efficiencies(timed: pd.DataFrame, line: pd.Series) -> dict[str, Any]:
 
 
 def _alone(timed: pd.DataFrame, variant: str, batch: float) -> tuple[str | None, pd.DataFrame]:
-    """Return the variant that is another's one GPU at a batch, and its samples/s and code by seed.
+    """Return the variant that is another's one GPU at a batch, and its rows of `timed` by seed.
 
-    It is at the micro-batch at which it is quickest. Without a name and rows where nothing was run
-    so, or if the variant is none for several GPUs.
+    They are those of the micro-batch at which it is quickest. Returns None and no rows where
+    nothing was run so, or if the variant itself is for one GPU.
     """
     timed = timed.dropna(subset="speed")
     nothing = timed[:0].droplevel(KEYS)
@@ -289,7 +289,8 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 
 def lost_sentence(lines: pd.DataFrame) -> str:
-    """Return by how much longer steps of the variants with the tag `headline` take than on one GPU.
+    """Return by how much longer median steps of variants with the tag `headline` take than on one
+    GPU.
 
     It is told at as many samples a GPU, for each number of GPUs, and empty where none was measured.
     """
@@ -299,11 +300,13 @@ def lost_sentence(lines: pd.DataFrame) -> str:
     table = at(lines, "weak", sizes[0]).dropna(subset="lost_ms")
     table = table[table["variant"].isin(tagged("headline")) & (table["world"] > 1)]
     said = [
-        f"{line.variant} loses {number(line.lost_ms)} ms of {number(line.step_ms)} on "
-        f"{line.world} GPUs"
+        f"{line.variant} takes {number(line.step_ms)} ms on {line.world} GPUs, "
+        f"{number(line.lost_ms)} more than on one"
         for line in table.itertuples()
     ]
-    return f"At {sizes[0]} samples each, a step of {', '.join(said)}." if said else ""
+    if not said:
+        return ""
+    return f"By median steps, at {sizes[0]} samples each, {'; '.join(said)}."
 
 
 def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
