@@ -244,7 +244,7 @@ def _norm_backward(
     The third is [3, width], for bias, gamma and beta, in the bias's type. The output's gradient is
     `grad`, plus `other` if there is one. Without `x`, `residual` is the sum that was normed, and
     `other` the gradient of that sum. The fourth is the e5m2 copy [rows, width] of the gradient of
-    x, empty unless the caller `copies` that; where the `copy_alone` is wanted, the first is empty.
+    x. It is empty unless `copies`; with `copy_alone` only the copy is made, and the first is empty.
     """
     *_, width = residual.shape
     rows = residual.numel() // width

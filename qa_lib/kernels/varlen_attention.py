@@ -40,9 +40,9 @@ different here:
   third kernel adds up the tiles of many segments first, and sums the diagonals of the total. Still
   nothing is added up by several programs.
 - Stored, dS saves instructions and costs bytes. For 32 samples of SQuAD and 12 heads it is 26 MB,
-  written once and read twice. On one H200 such a layer's backward pass took 163 µs, where one
-  kernel took 208. Without a bias there are fewer instructions to save, and no sums: BERT's took
-  78 µs with two kernels and 76 with one, and keeps the one.
+  written once and read twice. In a trial on one H200 such a layer's backward pass took 163 µs,
+  where one kernel took 208. Without a bias there are fewer instructions to save, and no sums:
+  BERT's took 78 µs with two kernels and 76 with one, and keeps the one.
 - Where the linear layers before and after it are in 8-bit floats (kernels/fp8.py), the forward
   kernel writes the e4m3 copy of the output, and the backward kernel the e5m2 copy of the gradient
   of `qkv`, each laid out like what it is a copy of. Where the layer before reads the copy alone,

@@ -289,10 +289,10 @@ def speed_finding(lines: pd.DataFrame) -> str:
 
 
 def lost_sentence(lines: pd.DataFrame) -> str:
-    """Return by how much longer median steps of variants with the tag `headline` take than on one
-    GPU.
+    """Return by how much longer a median step takes than on one GPU.
 
-    It is told at as many samples a GPU, for each number of GPUs, and empty where none was measured.
+    Variants with the tag `headline` are compared, at as many samples a GPU, for each number of
+    GPUs. It is empty where none was measured.
     """
     sizes = common(lines, "weak")
     if not sizes:
