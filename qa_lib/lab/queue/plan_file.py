@@ -72,7 +72,8 @@ class Group:
     """Whether a run has the host for itself, as a speed needs.
 
     Then the runs of a seed are a block: one after the other, and done again together if one is
-    missing. Otherwise runs are single, and each GPU of the host has one.
+    missing. Otherwise runs are single, and each GPU of the host has two, which take turns in
+    training.
     """
 
     seconds: Count

@@ -28,6 +28,9 @@ from qa_lib.spec.shapes import find_shape
 from qa_lib.spec.spec import Spec
 
 MOST_CHARACTERS = 50  # of the list of missing runs in a line of the status
+# Single runs at work on one GPU: they take turns in training, and one is prepared or scored
+# meanwhile.
+RUNS_PER_GPU = 2
 
 
 def main(args: argparse.Namespace) -> int:
@@ -60,6 +63,7 @@ def main(args: argparse.Namespace) -> int:
 
     failed = 0
     while True:
+        # Counted as if each GPU had one at a time, which two that take turns never exceed.
         chosen = next_units(missing, recorded, end - time.monotonic(), max(1, machine.gpus))
         if not chosen:
             break
@@ -100,12 +104,15 @@ def _groups_asked(plan: EvidencePlan, names: list[str] | None) -> list[Group]:
 
 
 def _gpus_for(machine: Machine, group: Group) -> list[int] | None:
-    """Return the GPUs that runs of a group use; None without a GPU."""
+    """Return the GPUs that runs of a group use, each as often as it has runs at work.
+
+    None without a GPU.
+    """
     if not machine.gpus:
         return None
     if group.alone:
         return list(range(group.world or 1))
-    return list(range(machine.gpus))
+    return list(range(machine.gpus)) * RUNS_PER_GPU
 
 
 def _tell(spec: Spec, entry: dict) -> None:
