@@ -452,7 +452,7 @@ def test_stages_and_shares_of_heads_lack_the_bias(parallel):
     assert "bias" in lacking(Settings(precision="bf16", **settings), "mpnet")
 
 
-@pytest.mark.parametrize(("sm", "variant"), [(90, "E-fp8-uncompiled"), (80, "E-uncompiled")])
+@pytest.mark.parametrize(("sm", "variant"), [(90, "E-fp8-gradients"), (80, "E-uncompiled")])
 def test_recommended_is_the_quickest_that_has_the_bias(sm, variant, folder, tmp_path):
     machine = dataclasses.replace(gpu_of(sm), total_mib=80_000, free_mib=79_000)
     (spec,) = plan(["recommended"], "smoke", model=folder, machine=machine, runs=tmp_path)

@@ -376,7 +376,7 @@ def test_a_recommended_run_that_is_finished_stays_the_choice_on_a_busy_card(
 IDLE_H100 = dataclasses.replace(H100, free_mib=H100.total_mib)
 
 
-@pytest.mark.parametrize(("machine", "choice"), [(IDLE_H100, "E-fp8-uncompiled"), (CPU, "A4")])
+@pytest.mark.parametrize(("machine", "choice"), [(IDLE_H100, "E-fp8-gradients"), (CPU, "A4")])
 @pytest.mark.parametrize("is_first", [True, False])
 def test_a_choice_that_is_named_as_well_stays_a_choice(machine, choice, is_first, planned):
     """Else nothing would take its place where it fails."""

@@ -133,12 +133,12 @@ CHOICES = [
     (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
     (T4, "distilbert", "E-graph", 32, "since E-t4 does not fit distilbert: its layers"),
     (A100, "base", "E-uncompiled", 32,
-     "on a100-sxm4-40gb, since E-fp8-uncompiled needs a GPU of compute capability 8.9"),
+     "on a100-sxm4-40gb, since E-fp8-gradients needs a GPU of compute capability 8.9"),
     (A100, "large", "E-uncompiled", 32, "of 39.0 GiB"),
-    (L4, "base", "E-fp8-uncompiled", 32, "on l4, the quickest known; predicted: 2.9"),
-    (RTX_4090, "large", "E-fp8-uncompiled", 32, "on rtx-4090, the quickest known"),
-    (H100, "base", "E-fp8-uncompiled", 32, "the quickest known"),
-    (H100_UNKNOWN_MEMORY, "base", "E-fp8-uncompiled", 32, "on h100-80gb-hbm3, the quickest known"),
+    (L4, "base", "E-fp8-gradients", 32, "on l4, the quickest known; predicted: 2.9"),
+    (RTX_4090, "large", "E-fp8-gradients", 32, "on rtx-4090, the quickest known"),
+    (H100, "base", "E-fp8-gradients", 32, "the quickest known"),
+    (H100_UNKNOWN_MEMORY, "base", "E-fp8-gradients", 32, "on h100-80gb-hbm3, the quickest known"),
     (V100, "base", "E-t4", 32, "since E-masters needs"),
     (H100_WITHOUT_COMPILER, "base", "A2", 32, "since A4 torch.compile needs"),
     (P100_WITHOUT_COMPILER, "large", "A2", 16, "A2 at micro-batch 32 would take 18.0 of 15.9"),
@@ -321,7 +321,7 @@ def test_what_ran_out_of_memory_gets_a_smaller_size(tmp_path):
     spec = choose(unchosen(H100), H100, tmp_path)
     leave_end(spec, tmp_path, "oom", "OutOfMemoryError", step=7)
     variant, size, sentence = chosen(H100, tmp_path)
-    assert (variant, size) == ("E-fp8-uncompiled", 16)
+    assert (variant, size) == ("E-fp8-gradients", 16)
     path = f"{spec.group}/{spec.run_id}"
     assert f"failed here at micro-batch 32 (what OutOfMemoryError says; {path})" in sentence
 
@@ -350,7 +350,7 @@ OTHERS = [
 @pytest.mark.parametrize(("machine", "max_length"), OTHERS)
 def test_a_failure_says_nothing_of_other_cards_and_lengths(machine, max_length, failed_twice):
     choice = chosen(machine, failed_twice, max_length=max_length)
-    assert choice[:2] == ("E-fp8-uncompiled", 32)
+    assert choice[:2] == ("E-fp8-gradients", 32)
 
 
 def test_where_every_variant_has_failed_none_is_known(failed_twice):

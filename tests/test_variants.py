@@ -728,7 +728,7 @@ def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
         (
             "headline",
             "A1 A0-longest A0-compile A0-tuned E-searched E-recompute-8bit E-uncompiled "
-            "E-fp8-uncompiled E-t4-norm P-peers L1 L0-sdpa L0-compile L-dropout L-moments "
+            "E-fp8-gradients E-t4-norm P-peers L1 L0-sdpa L0-compile L-dropout L-moments "
             "L-fp8-head L-fp8-head-nodropout L-moments-nodropout L-plain L-plain-bf16 "
             "L-plain-bf16-nodropout L-searched",
         ),

@@ -100,7 +100,7 @@ QA = Task(
     tuned_label="F1 at the best threshold",
     reference="h100-80gb-hbm3-bench",
     on_gpu=[
-        "E-fp8-uncompiled",
+        "E-fp8-gradients",
         "E-uncompiled",
         "E-t4-norm",
         "E-masters",
