@@ -350,7 +350,7 @@ def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame, model: str) -> str:
     missing = []
     if not scored_sizes.isin(sizes).any():
         missing.append(f"the F1 of {spoken.model(model)} itself")
-    if TUNED_TRAINER not in set(chosen["spec.variant"]):
+    if TUNED_TRAINER not in set(runs["spec.variant"]):
         missing.append(
             f"{spoken.variant(TUNED_TRAINER)}, which a search found quicker than the compiled one"
         )

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, facts, scaling, spoken
+from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import folded, headline, judged
@@ -119,6 +119,11 @@ def _content(block: Callable[..., str], runs: pd.DataFrame, group: str, figures:
 
 # The blocks. Each takes the runs of all committed groups, the group that is shown and the folder of
 # the figures, and returns Markdown. `headline`, the first, has a module of its own.
+
+
+def beside(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return how far the quickest stack leads its rivals in runs in turns, on whichever card."""
+    return in_turns.beside_rivals(runs)
 
 
 def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -357,6 +362,7 @@ def _group_line(name: str, runs: pd.DataFrame) -> dict[str, str]:
 # The name in a block's markers -> the function that makes what stands between them.
 BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "headline": headline,
+    "beside": beside,
     "techniques": techniques,
     "variants": variants,
     "several": several,

@@ -1,0 +1,178 @@
+"""The whole stack beside its rivals, from runs in turns: a table of README.md.
+
+A block is runs of several variants with one seed, one after the other on one host and of one code
+(docs/evidence.toml). Ratios are taken within blocks, so that neither the host nor the code of
+another day is in them, and then averaged.
+"""
+
+import pandas as pd
+
+from qa_lib.lab.report import evidence, spoken
+from qa_lib.lab.report.evidence import NotMeasured
+from qa_lib.lab.report.format import MISSING, factor, gain, number
+from qa_lib.lab.report.stats import BEST_F1, LEVEL, by_seed, compare, interval
+from qa_lib.lab.report.tables import markdown
+from qa_lib.spec.tasks import TASKS
+from qa_lib.spec.variants import BASELINES
+
+# The quickest of the library, and the quickest in 16 bits.
+STACK, STACK_16_BITS = TASKS["qa"].on_gpu[:2]
+PLAIN = "E-searched"
+TRAINER = "A0-tuned"
+TRAINER_AS_IT_COMES = "A0-defaults"
+# The rows of the table, from the slowest to the quickest.
+SHOWN = (TRAINER_AS_IT_COMES, BASELINES["qa"], TRAINER, PLAIN, STACK_16_BITS, STACK)
+SPEED = "speed.samples_per_s"
+KERNEL_MS = "time.kernel_ms"
+
+
+def beside_rivals(runs: pd.DataFrame) -> str:
+    """Return as Markdown how far the stack leads each rival: a sentence, a table, and F1.
+
+    `runs` are those of all groups. Raises NotMeasured where no block has the stack beside plain
+    PyTorch.
+    """
+    blocks = blocks_with_rivals(runs)
+    sizes = blocks.groupby("micro_batch")
+    size = max(sizes.groups, key=lambda size: _rank(sizes.get_group(size)))
+    at_size = sizes.get_group(size)
+    table = lead_table(at_size)
+    first = at_size.iloc[0]
+    card = spoken.card(first["env.gpu"])
+    source = (
+        f"Runs in turns on one {card}: {size} samples of {first['data']} in a forward pass, "
+        f"{spoken.model(first['model.name'])} with random weights, group {first['group']}, code "
+        f"{evidence.commits(at_size)}. Leads are means over blocks that have both, with {LEVEL} % "
+        "intervals from three blocks on. By kernels: the time for which a step's kernels run, "
+        "without what the GPU waits for the host."
+    )
+    paragraphs = [
+        f"**{_finding(table, card)}**{_other_sizes(blocks, size)} {f1_sentence(runs)}".rstrip(),
+        markdown(_in_words(table)),
+        source,
+    ]
+    return "\n\n".join(paragraphs)
+
+
+def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the newest timed runs that have the stack beside the most of its rivals.
+
+    They are of one group, code, model and data, at every micro-batch that was run so. Raises
+    NotMeasured where the stack and plain PyTorch have not both run.
+    """
+    is_shown = runs["spec.variant"].isin(SHOWN) & (runs["spec.preset.name"] == "bench")
+    timed = runs[is_shown & (runs["status"] == "ok") & (runs["spec.search"] == "")]
+    parts = [
+        part
+        for _, part in timed.groupby(["group", "code", "model", "data", "length"], dropna=False)
+        if {STACK, PLAIN} <= set(part["spec.variant"])
+    ]
+    if not parts:
+        raise NotMeasured(f"{STACK} and {PLAIN} have not both been timed with one code")
+    return max(parts, key=_rank)
+
+
+def _rank(runs: pd.DataFrame) -> tuple:
+    """Return by what runs go before others: most variants, then most runs, then the newest."""
+    return runs["spec.variant"].nunique(), len(runs), runs["time.started"].max()
+
+
+def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return a line for each of SHOWN that was timed at one micro-batch, indexed by variant.
+
+    Columns: n, its runs; samples_per_s; step_ms and kernel_ms, of an optimizer step; blocks, those
+    that have the stack too; lead and lead±, the stack's speed over its own, and kernel_lead, its
+    kernel time over the stack's. Means over seeds; ratios over those blocks.
+    """
+    speeds = by_seed(runs, SPEED)
+    kernels = by_seed(runs, KERNEL_MS).reindex(columns=speeds.columns)
+    first = runs.iloc[0]
+    samples_a_step = first["batch"] or first["micro_batch"]
+    lines = {}
+    for name in [name for name in SHOWN if name in speeds]:
+        leads = (speeds[STACK] / speeds[name]).dropna()
+        lines[name] = {
+            "n": speeds[name].count(),
+            "samples_per_s": speeds[name].mean(),
+            "step_ms": 1e3 * samples_a_step / speeds[name].mean(),
+            "kernel_ms": kernels[name].mean(),
+            "blocks": leads.count(),
+            "lead": leads.mean(),
+            "lead±": interval(leads),
+            "kernel_lead": (kernels[name] / kernels[STACK]).mean(),
+        }
+    return pd.DataFrame.from_dict(lines, orient="index")
+
+
+def _finding(table: pd.DataFrame, card: str) -> str:
+    """Return the lead over plain PyTorch and the tuned Trainer in a sentence."""
+    text = (
+        f"On one {card} {spoken.variant(STACK)} trains "
+        f"{number(table.loc[PLAIN, 'lead'])} times as fast as {spoken.variant(PLAIN)}"
+    )
+    if TRAINER in table.index:
+        lead = number(table.loc[TRAINER, "lead"])
+        text += f" and {lead} times as fast as {spoken.variant(TRAINER)}"
+    return f"{text}."
+
+
+def _in_words(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the table as people read it; the stack's own row has no lead."""
+    rows = []
+    for name, line in table.iterrows():
+        is_stack = name == STACK
+        rows.append({
+            "training": spoken.variant(name),
+            "runs": str(int(line["n"])),
+            "samples/s": number(line["samples_per_s"]),
+            "ms a step": number(line["step_ms"]),
+            "ms of its kernels": number(line["kernel_ms"]),
+            "the stack in 8 bits is": MISSING if is_stack else factor(line["lead"], line["lead±"]),
+            "by kernels": MISSING if is_stack else factor(line["kernel_lead"]),
+        })  # fmt: skip
+    return pd.DataFrame(rows)
+
+
+def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
+    """Return the leads over plain PyTorch at the micro-batches that the table does not show."""
+    said = []
+    for size, part in blocks.groupby("micro_batch"):
+        table = lead_table(part)
+        if size == shown or PLAIN not in table.index or STACK not in table.index:
+            continue
+        line = table.loc[PLAIN]
+        blocks_of_both = int(line["blocks"])
+        said.append(
+            f"{factor(line['lead'], line['lead±'])} at {size} samples in a forward pass "
+            f"({blocks_of_both} block{'s' if blocks_of_both > 1 else ''})"
+        )
+    if not said:
+        return ""
+    return f" Over {spoken.variant(PLAIN)} it is {' and '.join(said)}."
+
+
+def f1_sentence(runs: pd.DataFrame) -> str:
+    """Return the F1 of the stack minus that of plain PyTorch and of 16 bits, "" if never scored.
+
+    It is of the runs at preset `quality` of one model, data and code that have the most seeds of
+    both.
+    """
+    scored = runs[(runs["spec.preset.name"] == "quality") & (runs["spec.search"] == "")]
+    parts = []
+    for _, part in scored.groupby(["group", "model", "data", "training"], dropna=False):
+        scores = by_seed(part, BEST_F1)
+        if {STACK, STACK_16_BITS} <= set(scores):
+            parts.append((scores[[STACK, STACK_16_BITS]].dropna(), part))
+    if not parts:
+        return ""
+    both, part = max(parts, key=lambda found: len(found[0]))
+    differences = [
+        f"{gain(*compare(part, STACK, other, BEST_F1))} against {spoken.variant(other)}"
+        for other in (STACK_16_BITS, PLAIN)
+        if other in by_seed(part, BEST_F1)
+    ]
+    return (
+        f"F1 of {spoken.model(part['model.name'].iloc[0])} with {spoken.variant(STACK)}: "
+        f"{' and '.join(differences)}, at the best threshold, over {len(both)} equal seeds "
+        f"(group {part['group'].iloc[0]})."
+    )

@@ -1,0 +1,112 @@
+"""The whole stack beside its rivals, from runs in turns."""
+
+import pandas as pd
+import pytest
+
+from qa_lib.lab.report import in_turns
+from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS, TRAINER
+from tests.material import refused
+
+
+def run(variant, seed, speed, kernel_ms, **more):
+    """A timed run: its columns."""
+    return {
+        "spec.variant": variant,
+        "spec.seed": seed,
+        "spec.preset.name": "bench",
+        "spec.search": "",
+        "status": "ok",
+        "group": "h200-bench",
+        "code": "a",
+        "code.commit": "aaaaaaaaaa",
+        "code.dirty": False,
+        "model": "bert",
+        "model.name": "bert-base",
+        "data": "squad",
+        "length": 384,
+        "training": "",
+        "batch": 0,
+        "micro_batch": 32,
+        "env.gpu": "NVIDIA H200",
+        "time.started": f"2026-11-28T10:0{seed}",
+        "time.kernel_ms": kernel_ms,
+        "speed.samples_per_s": speed,
+    } | more
+
+
+# Blocks 0 to 2 have plain PyTorch, block 3 the tuned Trainer.
+BLOCKS = [
+    *(run(PLAIN, seed, 1000.0 * (1 + seed), 30.0) for seed in range(3)),
+    *(run(STACK, seed, 1500.0 * (1 + seed), 20.0) for seed in range(3)),
+    *(run(STACK_16_BITS, seed, 1200.0 * (1 + seed), 24.0) for seed in range(3)),
+    run(TRAINER, 3, 500.0, 40.0),
+    run(STACK, 3, 2000.0, 20.0),
+]
+
+
+def frame(*rows):
+    return pd.DataFrame(rows)
+
+
+def test_leads_are_of_blocks_that_have_both():
+    table = in_turns.lead_table(frame(*BLOCKS))
+    assert list(table.index) == [TRAINER, PLAIN, STACK_16_BITS, STACK]
+    # Speeds of the blocks differ by a factor of 3, and the lead in each of them is equal.
+    assert table.loc[PLAIN, "lead"] == pytest.approx(1.5)
+    assert table.loc[PLAIN, "lead±"] == pytest.approx(0.0)
+    assert table.loc[TRAINER, "lead"] == pytest.approx(4.0)
+    assert pd.isna(table.loc[TRAINER, "lead±"])  # one block
+    assert list(table["kernel_lead"]) == pytest.approx([2.0, 1.5, 1.2, 1.0])
+    assert table.loc[PLAIN, "step_ms"] == pytest.approx(16.0)  # 32 samples at 2,000 a second
+
+
+def test_a_step_of_several_passes_has_all_of_their_samples():
+    at_8 = [run(name, 0, 1000.0, 30.0, micro_batch=8, batch=32) for name in (PLAIN, STACK)]
+    assert list(in_turns.lead_table(frame(*at_8))["step_ms"]) == pytest.approx([32.0, 32.0])
+
+
+def test_code_and_data_of_the_most_variants_are_shown():
+    older = [run(name, 0, 1.0, 1.0, code="b") for name in (PLAIN, STACK)]
+    elsewhere = [run(name, 0, 1.0, 1.0, data="other") for name in (PLAIN, STACK)]
+    failed = [run(TRAINER, 0, 1.0, 1.0, code="b", status="error")]
+    blocks = in_turns.blocks_with_rivals(frame(*older, *BLOCKS, *elsewhere, *failed))
+    assert set(blocks["code"]) == {"a"}
+    assert set(blocks["data"]) == {"squad"}
+    assert len(blocks) == len(BLOCKS)
+
+
+def test_without_plain_pytorch_nothing_is_compared():
+    refused("have not both been timed", in_turns.beside_rivals, frame(run(STACK, 0, 1.0, 1.0)))
+
+
+def test_the_page_says_the_leads_and_those_at_other_sizes():
+    at_128 = [run(PLAIN, 0, 1000.0, 30.0, micro_batch=128)]
+    at_128 += [run(STACK, 0, 1400.0, 21.0, micro_batch=128)]
+    text = in_turns.beside_rivals(frame(*BLOCKS, *at_128))
+    assert text.startswith(
+        "**On one H200 the full stack in 8 bits (E-fp8-gradients) trains 1.50 times as fast as "
+        "plain PyTorch at its best (E-searched) and 4.00 times as fast as the tuned Trainer "
+        "(A0-tuned).** Over plain PyTorch at its best (E-searched) it is ×1.40 at 128 samples in a "
+        "forward pass (1 block)."
+    )
+    assert (
+        "| plain PyTorch at its best (E-searched) | 3 | 2,000 | 16.0 | 30.0 | ×1.50 ± 0.00" in text
+    )
+    assert "| the full stack in 8 bits (E-fp8-gradients) | 4 |" in text
+
+
+def test_f1_is_compared_over_equal_seeds():
+    scores = {STACK: 66.0, STACK_16_BITS: 66.5, PLAIN: 65.0}
+    quality = {"spec.preset.name": "quality", "group": "h200-quality", "model.name": "minilm"}
+    rows = [
+        run(name, seed, None, None, **quality, **{"quality.best_f1": score + seed})
+        for name, score in scores.items()
+        for seed in range(3)
+    ]
+    rows.append(run(STACK, 9, None, None, **quality, **{"quality.best_f1": 90.0}))
+    assert in_turns.f1_sentence(frame(*rows)) == (
+        "F1 of MiniLM with the full stack in 8 bits (E-fp8-gradients): −0.50 ± 0.00 against the "
+        "full stack in 16 bits (E-uncompiled) and +1.00 ± 0.00 against plain PyTorch at its best "
+        "(E-searched), at the best threshold, over 3 equal seeds (group h200-quality)."
+    )
+    assert in_turns.f1_sentence(frame(*BLOCKS)) == ""
