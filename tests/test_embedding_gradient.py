@@ -1,11 +1,13 @@
 """The gradients of tables of embeddings are exact sums, in an order that never changes."""
 
+import math
+
 import pytest
 import torch
 from torch.nn import functional as F
 
 from qa_lib.kernels import embedding_gradient
-from qa_lib.kernels.embedding_gradient import CHUNK, embedding
+from qa_lib.kernels.embedding_gradient import CHUNK, _Embedding, embedding
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import FixedOrderEmbedding
 from tests.kernels import DEVICE, with_gradients
@@ -66,6 +68,56 @@ def test_models_with_fused_norms_have_them(variant, preset, tables):
     assert sum(isinstance(module, FixedOrderEmbedding) for module in model.modules()) == tables
 
 
+# What surrounds the kernels.
+
+
+def chunk_sums(grid, grad, ids, places, sums, tokens, padding, WIDTH, CHUNK, COLUMNS, **_):
+    """What the kernel of the same name does, in plain PyTorch."""
+    assert grid == (math.ceil(tokens / CHUNK), math.ceil(WIDTH / COLUMNS))
+    grad = grad.view(tokens, WIDTH)
+    for begin in range(0, tokens, CHUNK):
+        ids_of_chunk = ids.flatten()[begin : begin + CHUNK]
+        for row in set(ids_of_chunk.tolist()) - {padding}:
+            at = (ids_of_chunk == row).nonzero()[:, 0]
+            several = CHUNK if len(at) > 1 else 0
+            places[row, begin // CHUNK] = 1 + at[0] + several
+            if several:
+                sums[begin + at[0]] = grad[begin + at].sum(0)
+
+
+def gradient(grid, grad, places, sums, table_grad, rows, chunks, CHUNK, ROWS, TILE, COLUMNS, **_):
+    """What the kernel of the same name does, in plain PyTorch."""
+    assert places.shape == (rows, chunks)
+    assert chunks % TILE == 0
+    assert grid == (math.ceil(rows / ROWS), math.ceil(table_grad.shape[1] / COLUMNS))
+    table_grad.zero_()
+    grad = grad.view(sums.shape)
+    for row, chunk in places.nonzero().tolist():
+        place = places[row, chunk].item() - 1
+        found = sums if place >= CHUNK else grad
+        table_grad[row] += found[chunk * CHUNK + place % CHUNK]
+
+
+@pytest.mark.parametrize("rows", [5, 500])
+@pytest.mark.parametrize("padding", [None, 0, 3])
+def test_what_surrounds_the_kernels_gives_the_weight_its_gradient(rows, padding, monkeypatch):
+    in_pytorch = {
+        embedding_gradient.embedding_chunk_sums_kernel: chunk_sums,
+        embedding_gradient.embedding_gradient_kernel: gradient,
+    }
+
+    def launch(kernel, grid, /, **arguments):
+        in_pytorch[kernel](grid, **arguments)
+
+    monkeypatch.setattr(embedding_gradient, "launch", launch)
+    ids = words(2 * 75, rows).view(2, 75)
+    weight = torch.randn(rows, 6)
+    grad = torch.randn(2, 75, 6)
+    results = with_gradients(lambda w: _Embedding.apply(ids, w, padding), [weight], grad)
+    expected = with_gradients(lambda w: F.embedding(ids, w, padding), [weight], grad)
+    torch.testing.assert_close(results, expected)
+
+
 # The kernels.
 
 
@@ -124,9 +176,7 @@ def test_the_function_looks_up_and_gives_the_weight_its_gradient(ids_dtype):
     ids = words(130, 50).view(2, 65).to(DEVICE, ids_dtype)
     weight = torch.randn(50, 16, device=DEVICE)
     grad = whole_numbers(ids, 16)
-    results = with_gradients(
-        lambda w: embedding_gradient._Embedding.apply(ids, w, 1), [weight], grad
-    )
+    results = with_gradients(lambda w: _Embedding.apply(ids, w, 1), [weight], grad)
     expected = with_gradients(lambda w: F.embedding(ids, w, 1), [weight], grad)
     assert all(map(torch.equal, results, expected))
 
@@ -140,7 +190,7 @@ def test_a_head_with_the_same_weight_adds_its_gradient():
     def logits(look_up):
         return lambda w: look_up(ids, w, None) @ w.T
 
-    results = with_gradients(logits(embedding_gradient._Embedding.apply), [weight], grad)
+    results = with_gradients(logits(_Embedding.apply), [weight], grad)
     expected = with_gradients(logits(F.embedding), [weight], grad)
     torch.testing.assert_close(results, expected, atol=1e-4, rtol=1e-5)
 

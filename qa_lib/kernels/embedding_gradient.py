@@ -47,7 +47,7 @@ CHUNK_SUMS = {"COLUMNS": 128, "num_warps": 4}
 # SCANNED, how many entries of `places` it reads at a time to see which rows have tokens. A table
 # with more rows than there are tokens is mostly filled with zeros, and a program has several rows.
 # In others each row has many tokens, and a program has one row, for which it loads much at once.
-MOSTLY_EMPTY = {"ROWS": 8, "TILE": 16, "COLUMNS": 256, "SCANNED": 128, "num_warps": 4}
+MOSTLY_EMPTY = {"ROWS": 16, "TILE": 16, "COLUMNS": 256, "SCANNED": 128, "num_warps": 4}
 MOSTLY_USED = {"ROWS": 1, "TILE": 32, "COLUMNS": 128, "SCANNED": 128, "num_warps": 4}
 
 
@@ -162,9 +162,9 @@ def embedding_chunk_sums_kernel(
     # Beyond the last token all is as in padding.
     row = tl.load(ids + token, mask=token < tokens, other=padding).to(tl.int32)
     same = row[:, None] == row[None, :]
-    first = tl.min(tl.where(same, number, CHUNK), 1)
+    first = tl.min(tl.where(same, number[:, None], CHUNK), 0)
     is_first = (first == number) & (row != padding)
-    has_several = is_first & (tl.sum(same.to(tl.int32), 1) > 1)
+    has_several = is_first & (tl.sum(same.to(tl.int32), 0) > 1)
     if tl.program_id(1) == 0:
         place = 1 + number + tl.where(has_several, CHUNK, 0)
         tl.store(places + row * chunks + chunk, place.to(tl.uint8), mask=is_first)
