@@ -14,6 +14,7 @@ from triton.backends.compiler import GPUTarget
 
 from qa_lib.kernels import (
     common,
+    embedding_gradient,
     fp8,
     fused_norm,
     gelu,
@@ -33,6 +34,7 @@ WORDS = 50_304
 def call_all(capability: int) -> None:
     """Call every operator as a BERT in half precision does, and make its optimizers."""
     half = torch.bfloat16 if capability >= 80 else torch.float16
+    call_embeddings(half)
     call_norms(half, has_fp8=capability >= 89)
     call_gelu(half, has_fp8=capability >= 89)
     if capability >= 80:
@@ -50,6 +52,14 @@ def empty(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def seed() -> torch.Tensor:
     return empty(dtype=torch.int32)
+
+
+def call_embeddings(half: torch.dtype) -> None:
+    ids = empty(TOKENS, dtype=torch.int64)
+    for dtype in (half, torch.float32):
+        grad = empty(TOKENS, WIDTH, dtype=dtype)
+        for rows, padding in ((WORDS, 0), (512, None), (2, None), (1, None)):
+            embedding_gradient._table_gradient(grad, ids, rows, padding)
 
 
 def call_norms(half: torch.dtype, has_fp8: bool) -> None:

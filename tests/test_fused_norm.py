@@ -20,7 +20,6 @@ from qa_lib.model.fused_blocks import (
     FusedIntermediate,
     FusedOutput,
     HashDropout,
-    _Lookup,
     renew,
     use_hash_dropout,
 )
@@ -312,18 +311,6 @@ def test_a_norm_that_goes_two_ways_adds_up_both_gradients(used):
     results = with_gradients(both_ways, inputs, *grads)
     expected = with_gradients(two_norms, inputs, *grads)
     torch.testing.assert_close(results, expected, atol=1e-5, rtol=1e-5)
-
-
-def test_an_embedding_adds_up_its_gradient_as_pytorchs_own_does():
-    ids = torch.arange(100).view(2, 50) % 20
-    weight = torch.randn(20, 8)
-    grad = torch.randn(2, 50, 8)
-
-    def by_pytorch(weight):
-        return torch.nn.functional.embedding(ids, weight, padding_idx=3)
-
-    results = with_gradients(lambda weight: _Lookup.apply(ids, weight, 3), [weight], grad)
-    torch.testing.assert_close(results, with_gradients(by_pytorch, [weight], grad))
 
 
 def test_a_pass_among_fake_tensors_leaves_no_gradients_and_draws_nothing():

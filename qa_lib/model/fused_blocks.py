@@ -41,6 +41,7 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import hash_dropout
+from qa_lib.kernels.embedding_gradient import embedding
 from qa_lib.kernels.fp8 import cast_ahead, fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder, gelu
@@ -157,36 +158,19 @@ class FusedOutput(nn.Module):
         return output
 
 
-class AddedEmbedding(nn.Embedding):
-    """nn.Embedding whose gradient is a sum by atomic additions in fp32, like the compiler's.
-
-    PyTorch's own kernels sort the ids first, in a dozen launches a table.
-    """
+class FixedOrderEmbedding(nn.Embedding):
+    """nn.Embedding whose gradient is summed in a fixed order (kernels/embedding_gradient.py)."""
 
     def forward(self, ids):
-        if torch.compiler.is_compiling() or not ids.is_cuda:
-            return super().forward(ids)
-        return _Lookup.apply(ids, self.weight, self.padding_idx)
+        return embedding(ids, self.weight, self.padding_idx)
 
 
-class _Lookup(torch.autograd.Function):
-    """The lookup of AddedEmbedding; the row `padding` of the weight gets no gradient."""
-
-    @staticmethod
-    def forward(ctx, ids, weight, padding):
-        ctx.save_for_backward(ids)
-        ctx.words = len(weight)
-        ctx.padding = padding
-        return F.embedding(ids, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (ids,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.words, grad.shape[-1], dtype=torch.float32)
-        total.index_add_(0, ids.flatten(), grad.flatten(0, -2).float())
-        if ctx.padding is not None:
-            total[ctx.padding] = 0.0
-        return None, total.to(grad.dtype), None
+def use_embedding_kernels(model: nn.Module) -> None:
+    """Make the embeddings of a model FixedOrderEmbeddings, in place."""
+    for module in embeddings_of(model):
+        for embeddings in module.modules():
+            if isinstance(embeddings, nn.Embedding):
+                embeddings.__class__ = FixedOrderEmbedding
 
 
 def use_fused_norms(model: nn.Module) -> None:
@@ -196,10 +180,7 @@ def use_fused_norms(model: nn.Module) -> None:
     linear layers, and takes `use_fused_decoder`.
     """
     encoder = encoder_of(model)
-    for module in embeddings_of(model):
-        for embedding in module.modules():
-            if isinstance(embedding, nn.Embedding):
-                embedding.__class__ = AddedEmbedding
+    use_embedding_kernels(model)
     for layer in layers_of(model):
         for name in encoder.dropouts:
             output_name = name.rpartition(".")[0]
@@ -504,7 +485,8 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
 
 
 def use_fused_decoder(model: nn.Module) -> None:
-    """Give a GPT-2 with hash dropout the fused training pass, in place."""
+    """Give a GPT-2 with hash dropout the fused training pass, in place; replace its embeddings."""
+    use_embedding_kernels(model)
     model.transformer.__class__ = FusedDecoder
 
 
