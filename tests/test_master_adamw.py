@@ -9,7 +9,15 @@ from accelerate import Accelerator
 
 from qa_lib.kernels import eight_bit
 from qa_lib.train import master_adamw as module
-from qa_lib.train.master_adamw import MasterAdamW, halves, master_of, random_bits, update, upper
+from qa_lib.train.master_adamw import (
+    MasterAdamW,
+    halves,
+    master_of,
+    random_bits,
+    read_moments,
+    update,
+    upper,
+)
 from qa_lib.train.optim import unscale
 from tests.kernels import DEVICE
 from tests.material import refused
@@ -695,68 +703,119 @@ def test_a_second_moment_in_bf16_falls_when_gradients_vanish():
 # Moments in 8 bits.
 
 LARGEST = 3.7  # of the values that are coded
-LEAST = LARGEST * 2.0**-15  # where sixteen octaves end
 TIMES = 4000  # that each value is coded
+# The first and the second moment: how they are coded, and in how many octaves.
+CODES = pytest.mark.parametrize(
+    ("encode", "decode", "octaves"),
+    [
+        (eight_bit.encode_mean, eight_bit.decode_mean, 16),
+        (eight_bit.encode_square, eight_bit.decode_square, 32),
+    ],
+    ids=["mean", "square"],
+)
 
 
 @pytest.fixture
-def values():
-    """Numbers from LARGEST on, over 22 octaves, many times [TIMES, BLOCK]."""
-    return LARGEST * 2.0 ** -torch.linspace(0, 22, eight_bit.BLOCK).expand(TIMES, -1)
+def values(octaves):
+    """Numbers from LARGEST on, over more octaves than codes have [TIMES, BLOCK]."""
+    exponents = torch.linspace(0, octaves + 6, eight_bit.BLOCK)
+    return LARGEST * 2.0 ** -exponents.expand(TIMES, -1)
 
 
 @pytest.fixture
-def bits(values):
-    return torch.randint(2**16, values.shape, dtype=torch.int32)
+def bits():
+    torch.manual_seed(0)
+    return torch.randint(-(2**31), 2**31, (TIMES, eight_bit.BLOCK), dtype=torch.int32)
 
 
-CUTS = pytest.mark.parametrize("cut", [eight_bit.MEAN_CUT, eight_bit.ROOT_CUT])
+@CODES
+def test_codes_of_8_bits_reach_to_the_largest_value(encode, decode, octaves, values, bits):
+    codes, scale = encode(values, bits)
+    assert codes.min() == (0 if octaves == 16 else 1), "no second moment becomes zero"
+    assert codes.max() == 8 * octaves - 1
+    assert (decode(codes, scale).max() / LARGEST - 1).abs() < 2e-6
 
 
-@CUTS
-def test_codes_of_8_bits_reach_from_zero_to_the_largest_value(cut, values, bits):
-    codes, scale = eight_bit.encode(values, bits, cut)
-    assert codes.min() == 0
-    assert codes.max() == 2 ** (27 - cut) - 1
-    assert (eight_bit.decode(codes, scale, cut).max() / LARGEST - 1).abs() < 1e-6
+@CODES
+def test_codes_of_8_bits_are_right_on_average(encode, decode, octaves, values, bits):
+    """They are where neither is the least one; from there on their steps are equal."""
+    decoded = decode(*encode(values, bits))
+    least = LARGEST * 2.0**-octaves * 17 / 16
+    step = (values[0] + least) / 8
+    error = (decoded - values).abs()
+    of_mean = (decoded.mean(0) - values[0]).abs()
+    is_coded = values[0] > (0 if octaves == 16 else 2 * least / 8)
+    assert (error <= 1.01 * step)[:, is_coded].all()
+    assert (of_mean < 5 * step / 2 / TIMES**0.5)[is_coded].all()
 
 
-@CUTS
-def test_codes_of_8_bits_are_right_on_average_over_sixteen_octaves(cut, values, bits):
-    decoded = eight_bit.decode(*eight_bit.encode(values, bits, cut), cut)
-    in_range = values[0] > LEAST
-    distance = 2.0 ** (cut - 23)  # between neighbours, as a share of them
-    error = (decoded - values).abs()[:, in_range]
-    assert (error < 1.01 * distance * values[:, in_range]).all()
-    mean = decoded.mean(0)[in_range]
-    torch.testing.assert_close(mean, values[0, in_range], rtol=5 * distance / TIMES**0.5, atol=0)
+def test_a_code_of_a_first_moment_has_its_sign(bits):
+    values = torch.randn(TIMES, eight_bit.BLOCK).abs()
+    codes, scale = eight_bit.encode_mean(values, bits)
+    negative, _ = eight_bit.encode_mean(-values, bits)
+    assert torch.equal(negative, codes + 128)
+    decoded = eight_bit.decode_mean(codes, scale)
+    assert torch.equal(eight_bit.decode_mean(negative, scale), -decoded)
 
 
-@CUTS
-def test_values_below_the_first_code_are_right_on_average(cut, values, bits):
-    decoded = eight_bit.decode(*eight_bit.encode(values, bits, cut), cut)
-    is_below = values[0] <= LEAST
-    error = (decoded.mean(0) - values[0])[is_below].abs()
-    assert error.max() < LEAST * 5 / TIMES**0.5
+@CODES
+def test_a_codes_value_has_that_code_again(encode, decode, octaves, values, bits):
+    """The scale is rounded, so that one in some ten thousand becomes its neighbour."""
+    codes, scale = encode(values, bits)
+    again, _ = encode(decode(codes, scale), bits)
+    assert (again - codes).abs().max() <= 1
+    assert (again != codes).float().mean() < 1e-4
 
 
-@CUTS
-def test_a_codes_value_has_that_code_again_whatever_the_bits_are(cut, values, bits):
-    codes, scale = eight_bit.encode(values, bits, cut)
-    again, _ = eight_bit.encode(eight_bit.decode(codes, scale, cut), bits, cut)
-    assert torch.equal(again, codes)
+@CODES
+def test_rounding_up_carries_out_of_no_code(encode, decode, octaves):
+    largest = torch.rand(TIMES, 1) * 10.0 ** torch.randint(-20, 5, (TIMES, 1))
+    ones = torch.tensor(-1, dtype=torch.int32)
+    codes, _ = encode(largest.expand(-1, eight_bit.BLOCK), ones)
+    assert (codes == 8 * octaves - 1).all()
 
 
-def test_a_root_of_8_bits_is_never_rounded_to_zero():
+@CODES
+def test_a_block_of_zeros_is_zero(encode, decode, octaves, bits):
+    codes, scale = encode(torch.zeros(TIMES, eight_bit.BLOCK), bits)
+    assert (decode(codes, scale) == 0).all()
+
+
+def test_both_moments_of_an_element_are_rounded_independently(bits):
+    values = LARGEST * 2.0 ** -torch.linspace(0, 12, eight_bit.BLOCK).expand(TIMES, -1)
+    means, _ = eight_bit.encode_mean(values, bits)
+    squares, _ = eight_bit.encode_square(values, bits)
+    ups = [codes - codes.float().mean(0) for codes in (means, squares)]
+    correlation = torch.corrcoef(torch.stack([up.flatten() for up in ups]))[0, 1]
+    assert correlation.abs() < 5 / values.numel() ** 0.5
+
+
+def test_a_second_moment_of_8_bits_falls_when_gradients_vanish():
+    """It does so on average, as in bf16, beside an element that keeps the block's scale."""
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))
+    optimizer = optimizer_of([parameter], 1e-5, max_norm=torch.inf, moments=torch.uint8)
+    parameter.grad = torch.tensor([2.0] + [1.0] * 999).bfloat16()
+    optimizer.step()
+    state = optimizer.state[parameter]
+    first = read_moments(state["exp_avg"], state["exp_avg_sq"], state["scales"])[1][1:].mean()
+    parameter.grad = torch.zeros_like(parameter)
+    parameter.grad[0] = 2.0
+    for _ in range(300):
+        optimizer.step()
+    last = read_moments(state["exp_avg"], state["exp_avg_sq"], state["scales"])[1][1:].mean()
+    assert (last / first).item() == pytest.approx(0.999**300, rel=0.01)
+
+
+def test_a_second_moment_of_8_bits_is_never_rounded_to_zero():
     parameter = torch.nn.Parameter(torch.zeros(2000, dtype=torch.bfloat16))
     optimizer = optimizer_of([parameter], 1e-3, max_norm=torch.inf, moments=torch.uint8)
     parameter.grad = torch.tensor([1.0, 0.0] + [1e-7] * 1998).bfloat16()
     for _ in range(20):
         optimizer.step()
-    roots = optimizer.state[parameter]["exp_avg_sq"]
-    assert roots[0] == 255
-    assert roots[1] == 0
-    assert (roots[2:] > 0).all()
+    squares = optimizer.state[parameter]["exp_avg_sq"]
+    assert squares[0] == 255
+    assert (squares[1:] > 0).all()
+    assert parameter[1] == 0
     assert parameter.abs().max() <= 0.021, "no element moves by more than the rate in a step"
 
 
