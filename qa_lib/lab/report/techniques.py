@@ -491,9 +491,7 @@ def moments_in_8_bits():
     ),
     yours="""\
 model = model.to(torch.bfloat16)
-optimizer = MasterAdamW(  # from qa_lib
-    model.parameters(), lr=5e-5, moments=torch.bfloat16, masters=False
-)
+optimizer = MasterAdamW(model.parameters(), lr=5e-5, masters=False)  # from qa_lib
 """,
 )
 def rounded_weights():
