@@ -157,7 +157,10 @@ def call_attention(half: torch.dtype, has_fp8: bool) -> None:
 def make_optimizers(half: torch.dtype) -> None:
     """Make optimizers, which compile their kernels then."""
     shapes = [(WIDTH, INNER), (WIDTH,), (2,)]
-    for moments in (torch.float32, torch.bfloat16, torch.uint8):
+    forms = [(moments, True) for moments in (torch.float32, torch.bfloat16, torch.uint8)]
+    if half == torch.bfloat16:
+        forms += [(moments, False) for moments in (torch.bfloat16, torch.uint8)]
+    for moments, masters in forms:
         weights = [torch.nn.Parameter(empty(*shape, dtype=half)) for shape in shapes]
         MasterAdamW(
             weights,
@@ -165,6 +168,7 @@ def make_optimizers(half: torch.dtype) -> None:
             weight_decay=0.0,
             max_norm=1.0,
             moments=moments,
+            masters=masters,
         )
 
 

@@ -427,6 +427,8 @@ def test_layers_that_are_recomputed_have_their_copies_one_at_a_time():
         (PURE | {"optimizer": "adamw-master"}, 10 * ALL),
         (PURE | {"optimizer": "adamw-master-bf16"}, 6 * ALL),
         (PURE | {"optimizer": "adamw-master-8bit"}, 4 * ALL),
+        (PURE | {"optimizer": "adamw-rounded-bf16"}, 4 * ALL),
+        (PURE | {"optimizer": "adamw-rounded-8bit"}, 2 * ALL),
         (FP32 | {"optimizer": "adamw-8bit"}, 2 * MATRICES + 8 * (EMBEDDINGS + BIASES_AND_NORMS)),
     ],
 )

@@ -42,6 +42,7 @@ ACCUMULATED = {"preset": {"effective_batch": 32}}
 BRIEF = {"preset": {"steps": 5}}
 MASTERS = {"settings": {"precision": "bf16", "optimizer": "adamw-master"}}
 BF16_MASTERS = {"settings": {"precision": "bf16", "optimizer": "adamw-master-bf16"}}
+ROUNDED = {"settings": {"precision": "bf16", "optimizer": "adamw-rounded-bf16"}}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,6 +108,8 @@ COMPARISONS = {
     ),
     "zero1-masters": compared("P-zero1", "P-one-bucket", tolerance=0.05, **MASTERS),
     "peers-masters": compared("P-peers", "P-nccl", tolerance=0.05, quick=True, **BF16_MASTERS),
+    "zero1-rounded": compared("P-zero1", "P-one-bucket", tolerance=0.05, **ROUNDED),
+    "peers-rounded": compared("P-peers", "P-nccl", tolerance=0.05, **ROUNDED),
     "ddp-of-pipelines": compared("P-ddp", "E-masters-eager"),
     "gpipe": compared_with_uncut("P-gpipe"),
     "1f1b": compared_with_uncut("P-1f1b", quick=True),
@@ -667,6 +670,7 @@ BEGUN_BY_FOUR = {
     "P-overlap-zero1": Case("P-overlap-zero1", **BEGUN),
     "P-peers": Case("P-peers", **BEGUN),
     "P-peers-masters": Case("P-peers", **BEGUN, **BF16_MASTERS),
+    "P-peers-rounded": Case("P-peers", **BEGUN, **ROUNDED),
     "P-fsdp": Case("P-fsdp", **BEGUN),
     "P-1f1b": Case("P-1f1b", stages=2, **BEGUN, **CUT),
     "P-tensor": Case("P-tensor", **BEGUN, **CUT),

@@ -171,7 +171,8 @@ def test_an_unknown_value_or_a_conflict_is_refused_with_the_nearest_or_the_reaso
     refused(re.escape(message), Settings, **change)
 
 
-MASTERS = "adamw-master adamw-master-bf16 adamw-master-8bit"
+ROUNDED = "adamw-rounded-bf16 adamw-rounded-8bit"
+MASTERS = f"adamw-master adamw-master-bf16 adamw-master-8bit {ROUNDED}"
 NO_MASTERS = "adamw adamw-fused adamw-8bit"
 OF_THE_LOOP = "ddp-bf16 ddp-one-bucket ddp-overlap zero1 zero1-overlap peers fsdp2 pipeline tensor"
 SHARED = f"ddp {OF_THE_LOOP} deepspeed"  # whatever takes several processes
@@ -217,7 +218,7 @@ CLASHES = [
     ("precision", "fp16 fp32 pure-bf16", "feed_forward", "fp8"),
     ("precision", "fp16 fp32 pure-bf16", "attention_projections", "fp8"),
     ("precision", "fp16 bf16 pure-bf16", "qat", "int8 int4"),
-    ("precision", "fp16 fp32 pure-bf16", "optimizer", "adamw-master-bf16"),
+    ("precision", "fp16 fp32 pure-bf16", "optimizer", f"adamw-master-bf16 {ROUNDED}"),
     ("precision", "fp32", "optimizer", "adamw-master adamw-master-8bit"),
     ("precision", "fp16", "parallel", "peers pipeline"),
     ("attention", "triton-causal", "norms", "native"),
@@ -270,11 +271,11 @@ CLASHES = [
     ("optimizer", "adamw adamw-8bit", "cuda_graph", "True"),
     (
         "optimizer",
-        "adamw-8bit adamw-master-8bit",
+        "adamw-8bit adamw-master-8bit adamw-rounded-8bit",
         "parallel",
         "zero1 zero1-overlap peers fsdp2 tensor",
     ),
-    ("optimizer", "adamw-master adamw-master-bf16", "parallel", "fsdp2"),
+    ("optimizer", "adamw-master adamw-master-bf16 adamw-rounded-bf16", "parallel", "fsdp2"),
     ("cuda_graph", "True", "parallel", "ddp ddp-bf16 fsdp2 pipeline tensor"),
     ("schedule", "1f1b interleaved", "parallel", NO_PIPELINE),
     ("trainable", SOME_TRAIN, "parallel", "pipeline tensor"),
@@ -403,7 +404,7 @@ TRITON = {
     "norms": "fused",
     "loss": "chunked chunked-fp8",
     "gelu": "sigmoid",
-    "optimizer": "adamw-master adamw-master-bf16 adamw-master-8bit",
+    "optimizer": MASTERS,
 }
 NEEDED = {
     "compiler": TRITON | {"compile": "inductor regional reduce-overhead"},
@@ -454,7 +455,7 @@ NEWER = {
         "norms": "fused",
         "loss": "chunked",
         "gelu": "sigmoid",
-        "optimizer": "adamw-master adamw-master-bf16 adamw-master-8bit",
+        "optimizer": MASTERS,
     },
     80: {"precision": "bf16 pure-bf16", "attention": "flash triton-varlen triton-causal"},
     89: {"loss": "chunked-fp8", "feed_forward": "fp8", "attention_projections": "fp8"},

@@ -73,6 +73,8 @@ COMPANIONS = {
     ("optimizer", "adamw-master"): {"precision": "bf16"},
     ("optimizer", "adamw-master-bf16"): {"precision": "bf16"},
     ("optimizer", "adamw-master-8bit"): {"precision": "bf16"},
+    ("optimizer", "adamw-rounded-bf16"): {"precision": "bf16"},
+    ("optimizer", "adamw-rounded-8bit"): {"precision": "bf16"},
     ("padding", "packed"): {"attention": "sdpa"},
     ("norms", "fused"): {"dropout": "hash"},
     ("compile", "regional"): {"padding": "packed", "attention": "sdpa"},
@@ -164,7 +166,7 @@ def test_every_two_values_that_go_together_occur_in_a_combination():
 
 
 def test_the_combinations_are_few():
-    assert len(COMBINATIONS) < 85
+    assert len(COMBINATIONS) < 100
 
 
 def test_every_setting_trains_here_with_some_value():
@@ -388,7 +390,7 @@ def sees_base_quantization(seen: Seen, value: str) -> bool:
 
 
 def moments_of(optimizer) -> torch.dtype | None:
-    """Return the type of both moments beside masters; None where there are no masters."""
+    """Return the type of both moments of a MasterAdamW; None for another optimizer."""
     states = optimizer.state.values() if isinstance(optimizer, MasterAdamW) else ()
     types = {state[name].dtype for state in states for name in ("exp_avg", "exp_avg_sq")}
     return types.pop() if len(types) == 1 else None
@@ -398,6 +400,8 @@ MOMENTS = {
     "adamw-master": torch.float32,
     "adamw-master-bf16": torch.bfloat16,
     "adamw-master-8bit": torch.uint8,
+    "adamw-rounded-bf16": torch.bfloat16,
+    "adamw-rounded-8bit": torch.uint8,
 }
 
 
@@ -409,7 +413,7 @@ def sees_optimizer(seen: Seen, value: str) -> bool:
         return "AdamW" in repr(optimizer) and optimizer.defaults["fused"]
     if value == "adamw-8bit":
         return type(optimizer).__name__ == "AdamW8bit"
-    return moments_of(optimizer) == MOMENTS[value]
+    return moments_of(optimizer) == MOMENTS[value] and optimizer.masters == ("master" in value)
 
 
 def sees_cuda_graph(seen: Seen, value: bool) -> bool:

@@ -753,9 +753,11 @@ def test_two_lines_of_the_table_may_not_have_one_name(monkeypatch):
         ("adamw-master", True),
         ("adamw-master-bf16", True),
         ("adamw-master-8bit", True),
+        ("adamw-rounded-bf16", True),
+        ("adamw-rounded-8bit", True),
     ],
 )
-def test_weights_are_in_half_precision_beside_masters(optimizer, has_half_weights):
+def test_weights_in_half_precision_are_rounded_or_have_masters(optimizer, has_half_weights):
     assert Settings(optimizer=optimizer, precision="bf16").half_weights == has_half_weights
 
 

@@ -149,6 +149,9 @@ def _number_format_conflicts(settings: Settings) -> Iterator[str]:
     if optimizer == "adamw-master-bf16" and precision != "bf16":
         why = "it keeps moments in bf16, which a GPU without bf16 cannot"
         yield _clash(settings, "optimizer", "precision", why)
+    if optimizer in ("adamw-rounded-bf16", "adamw-rounded-8bit") and precision != "bf16":
+        why = "it is weights in bf16 that are rounded at random"
+        yield _clash(settings, "optimizer", "precision", why)
     if settings.feed_forward == "fp8" and precision != "bf16":
         yield _clash(settings, "feed_forward", "precision", "the 8-bit linear layers give bf16")
     if settings.feed_forward == "fp8" and not settings.half_weights:
@@ -333,7 +336,7 @@ def _parallel_conflicts(settings: Settings) -> Iterator[str]:
     if cuts_tensors and settings.optimizer == "adamw-8bit":
         why = "8-bit moments come in blocks of whole tensors"
         yield _clash(settings, "parallel", "optimizer", why)
-    if cuts_tensors and settings.optimizer == "adamw-master-8bit":
+    if cuts_tensors and settings.optimizer in ("adamw-master-8bit", "adamw-rounded-8bit"):
         why = "elements that share a scale would lie in several processes"
         yield _clash(settings, "parallel", "optimizer", why)
     if parallel == "peers" and settings.precision == "fp16":
@@ -643,7 +646,8 @@ def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, ob
         if settings.precision != "fp32":
             yield "precision", "fp32", f"since {settings.precision} autocast needs a GPU"
         if settings.half_weights:
-            yield "optimizer", "adamw-fused", "since fp32 weights need no masters"
+            what = "masters" if "master" in settings.optimizer else "rounding"
+            yield "optimizer", "adamw-fused", f"since fp32 weights need no {what}"
         if settings.loss != "native":
             yield "loss", "native", "since chunks of logits are for weights in half precision"
         if settings.cuda_graph:

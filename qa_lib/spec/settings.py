@@ -21,7 +21,14 @@ Compile = Literal[
     "none", "inductor", "regional", "aot_eager", "cudagraphs", "nvfuser", "reduce-overhead"
 ]
 Optimizer = Literal[
-    "adamw", "adamw-fused", "adamw-8bit", "adamw-master", "adamw-master-bf16", "adamw-master-8bit"
+    "adamw",
+    "adamw-fused",
+    "adamw-8bit",
+    "adamw-master",
+    "adamw-master-bf16",
+    "adamw-master-8bit",
+    "adamw-rounded-bf16",
+    "adamw-rounded-8bit",
 ]
 DataParallel = Literal[
     "ddp", "ddp-bf16", "ddp-one-bucket", "ddp-overlap", "zero1", "zero1-overlap", "peers", "fsdp2"
@@ -109,7 +116,8 @@ class Settings:
     """adamw: PyTorch's default, or the rivals' own (peers/adamw.py) | adamw-fused: one kernel, with
     no wait for the device | adamw-8bit: moments in 8 bits | adamw-master: weights and gradients in
     half precision over fp32 masters in the optimizer | adamw-master-bf16: and moments in bf16 |
-    adamw-master-8bit: or in 8 bits."""
+    adamw-master-8bit: or in 8 bits | adamw-rounded-bf16: weights and moments in bf16, rounded at
+    random, without masters | adamw-rounded-8bit: moments in 8 bits."""
 
     cuda_graph: Literal[False, True] = False
     """Whether the whole step is replayed as one CUDA graph."""
@@ -174,8 +182,8 @@ class Settings:
 
     @property
     def half_weights(self) -> bool:
-        """Whether weights and gradients are in half precision, over masters in the optimizer."""
-        return self.optimizer in ("adamw-master", "adamw-master-bf16", "adamw-master-8bit")
+        """Whether the loop has weights and gradients in half precision, by MasterAdamW."""
+        return self.optimizer.startswith(("adamw-master", "adamw-rounded"))
 
     @property
     def has_adapters(self) -> bool:

@@ -82,10 +82,11 @@ def _fused(model, parameters, rate) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=rate, weight_decay=0.0, fused=True, capturable=on_gpu)
 
 
-def _master(model, parameters, rate, moments=torch.float32) -> torch.optim.Optimizer:
-    """Return AdamW over fp32 masters of half-precision weights (master_adamw.py)."""
+def _master(model, parameters, rate, moments=torch.float32, masters=True) -> torch.optim.Optimizer:
+    """Return AdamW over half-precision weights, with or without fp32 masters (master_adamw.py)."""
     rate = torch.tensor(rate, device=parameters[0].device)
-    return MasterAdamW(parameters, rate, weight_decay=0.0, max_norm=CLIP, moments=moments)
+    options = {"max_norm": CLIP, "moments": moments, "masters": masters}
+    return MasterAdamW(parameters, rate, weight_decay=0.0, **options)
 
 
 def _adamw8bit(model, parameters, rate) -> torch.optim.Optimizer:
@@ -118,6 +119,8 @@ OPTIMIZERS = {
     "adamw-master": _master,
     "adamw-master-bf16": partial(_master, moments=torch.bfloat16),
     "adamw-master-8bit": partial(_master, moments=torch.uint8),
+    "adamw-rounded-bf16": partial(_master, moments=torch.bfloat16, masters=False),
+    "adamw-rounded-8bit": partial(_master, moments=torch.uint8, masters=False),
 }
 
 

@@ -39,8 +39,15 @@ SMALL_TENSOR = 4096
 # 4 bits, and a scale in fp32 for every 64 weights (QLoRA).
 NF4_BYTES = 0.5 + 4 / 64
 # Bytes of optimizer state per weight that trains in half precision: the half of its fp32 master
-# that the weight itself does not hold (2), and two moments in fp32, bf16 or 8 bits.
-STATE_BYTES = {"adamw-master": 10, "adamw-master-bf16": 6, "adamw-master-8bit": 4}
+# that the weight itself does not hold (2), where it has one, and two moments in fp32, bf16 or 8
+# bits.
+STATE_BYTES = {
+    "adamw-master": 10,
+    "adamw-master-bf16": 6,
+    "adamw-master-8bit": 4,
+    "adamw-rounded-bf16": 4,
+    "adamw-rounded-8bit": 2,
+}
 
 
 class StepMemory:
