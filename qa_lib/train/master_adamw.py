@@ -83,7 +83,7 @@ COLUMNS = ("low_bits", "exp_avg", "exp_avg_sq", "scales", "first")
 NORM = {"BLOCK": 8192, "num_warps": 4}
 UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
 # Moments in 8 bits take as long to compute as to move. Every warp finds out which tensor is its
-# own: with 2 of them an element takes 84 instructions of sm_90, with 4 it takes 105.
+# own: with 2 of them an element takes 84 instructions of sm_90, with 4 it takes 107.
 UPDATE_OF_CODES = {"BLOCK": eight_bit.BLOCK, "num_warps": 2}
 # Odd, and far from 0 in int32, so that the seeds of neighbouring steps lie far apart.
 GOLDEN = 0x9E3779B1 - 2**32
