@@ -186,9 +186,6 @@ def step_shares(lines: pd.DataFrame) -> pd.DataFrame:
     variant at the micro-batch at which it is quickest, and where two or more variants can be
     compared. They are sorted by batch, GPUs and the share that computes, the largest first.
 
-    What a GPU computes and waits is of other steps than the step's duration, so that the parts are
-    shares of their sum.
-
     Raises NotMeasured where no two variants have their waiting measured at one batch.
     """
     told = lines[evidence.is_parallel(lines["variant"])].dropna(subset=["step_ms", "waiting_ms"])
@@ -199,22 +196,31 @@ def step_shares(lines: pd.DataFrame) -> pd.DataFrame:
         raise evidence.NotMeasured(
             "no two variants for several GPUs have their waiting measured at one batch"
         )
-    is_pipeline = told["variant"].map(lambda name: VARIANTS[name].settings.parallel) == "pipeline"
-    not_waiting_ms = told["step_ms"] - told["waiting_ms"]
+    table = told[[*WHERE, "batch"]].join(shares_of(told))
+    order = ["batch", "world", "computing"]
+    return table.sort_values(order, ascending=[True, True, False], ignore_index=True)
+
+
+def shares_of(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return which share of a step each of PARTS takes, for lines of `scaling`, by their index.
+
+    What a GPU computes and waits is of other steps than the step's duration, so that the parts are
+    shares of their sum. They are NaN for a line of which step or waiting was not measured.
+    """
+    is_pipeline = lines["variant"].map(lambda name: VARIANTS[name].settings.parallel) == "pipeline"
+    not_waiting_ms = lines["step_ms"] - lines["waiting_ms"]
     # A pipeline's waiting was measured, and not what its stages compute.
-    computing_ms = told["busy_ms"].mask(is_pipeline).fillna(not_waiting_ms)
+    computing_ms = lines["busy_ms"].mask(is_pipeline).fillna(not_waiting_ms)
     parts = pd.DataFrame(
         {
             "computing": computing_ms,
-            "communicating": told["waiting_ms"].mask(is_pipeline),
-            "bubble": told["waiting_ms"].where(is_pipeline),
+            "communicating": lines["waiting_ms"].mask(is_pipeline),
+            "bubble": lines["waiting_ms"].where(is_pipeline),
             "idle": (not_waiting_ms - computing_ms).clip(lower=0.0),
         }
     ).fillna(0.0)
     shares = parts.div(parts.sum(axis="columns"), axis="index")
-    table = told[[*WHERE, "batch"]].join(shares)
-    order = ["batch", "world", "computing"]
-    return table.sort_values(order, ascending=[True, True, False], ignore_index=True)
+    return shares[not_waiting_ms.notna()].reindex(lines.index)
 
 
 def waiting_finding(shares: pd.DataFrame) -> str:
@@ -323,10 +329,11 @@ def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
 
 
 def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of each variant on several GPUs as text, the quickest first.
+    """Return the speed of each variant on several GPUs as text, and how many times one GPU's it is.
 
     `lines` are those of `scaling`. They are compared at the samples a GPU that most variants have
-    run at. Memory, waiting and the speed over one GPU's are those on the most GPUs.
+    run at, and sorted by speed on as many GPUs as most have run on, the quickest first. Memory and
+    waiting are those on the most GPUs that a variant has run on.
 
     Raises NotMeasured where no variant was run on one GPU and on several.
     """
@@ -334,21 +341,21 @@ def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
     if compared.empty:
         raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
     quickest = compared.drop_duplicates(["variant", "world"], keep="last")
+    quickest = quickest.assign(gain=quickest["weak"] * quickest["world"])
+    speeds = quickest.pivot(index="variant", columns="world", values="speed")
+    gains = quickest.pivot(index="variant", columns="world", values="gain")
     on_most = quickest.drop_duplicates("variant", keep="last").set_index("variant")
-    table = quickest.pivot(index="variant", columns="world", values="speed")
-    worlds = list(table)
-    table = table.add_prefix("on_").assign(
-        gain=on_most["weak"] * on_most["world"],
-        gib=on_most["peak_mib"] / 1024,
-        waiting_ms=on_most["waiting_ms"],
-    )
-    table = table.sort_values([f"on_{world}" for world in reversed(worlds)], ascending=False)
+    table = speeds.add_prefix("speed_on_").join(gains.add_prefix("gain_on_"))
+    table["gib"] = on_most["peak_mib"] / 1024
+    table["waiting_ms"] = on_most["waiting_ms"]
+    by_variants = sorted(speeds, key=lambda world: (speeds[world].count(), world), reverse=True)
+    table = table.sort_values([f"speed_on_{world}" for world in by_variants], ascending=False)
     columns = [
         Column("variant"),
-        *(Column(f"on_{world}", f"samples/s on {world}") for world in worlds),
-        Column("gain", "× one GPU", factor),
-        Column("gib", "GiB a GPU"),
-        Column("waiting_ms", "waits ms"),
+        *(Column(f"speed_on_{world}", f"samples/s on {world}") for world in speeds),
+        *(Column(f"gain_on_{world}", f"× one GPU, on {world}", factor) for world in speeds),
+        Column("gib", "peak GiB a GPU, on the most"),
+        Column("waiting_ms", "waits ms, on the most"),
     ]
     return render(table.reset_index(), columns)
 
