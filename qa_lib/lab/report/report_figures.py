@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qa_lib.lab.report import evidence, style
+from qa_lib.lab.report import evidence, spoken, style
 from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import gain, number, percent
 from qa_lib.lab.report.point_names import along_curve, name_beside
@@ -34,8 +34,8 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     rows = tested[tested.index.isin(first)]
     is_kept = rows["verdict"].isin(["within", "no worse"])
     title = (
-        f"At both thresholds, {is_kept.sum()} of these {len(rows)} variants lose less than "
-        f"{MARGIN:g} F1 against {base}"
+        f"{_trained_on(runs)}: {is_kept.sum()} of {len(rows)} variants lose less than "
+        f"{MARGIN:g} F1 against {base}, at both thresholds"
     )
     note = f"{LEVEL} % intervals over equal seeds. {style.code(evidence.commits(runs))}"
     figure = style.group_figure(judged, title, note, 1.7 + 0.3 * len(rows))
@@ -52,6 +52,15 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     axis.set_xlabel(f"F1 minus {base}'s")
     style.legend_of_kinds(axis, rows.index, base)
     return figure
+
+
+def _trained_on(runs: pd.DataFrame) -> str:
+    """Return which model runs trained and on which questions they were scored, in words."""
+    never_answering = evidence.numbers(runs, {"f1": "quality.always_null_f1"})["f1"]
+    questions = spoken.data(runs["data.name"].iloc[0])
+    if never_answering.eq(0).all():
+        questions = "questions that all have an answer"
+    return f"{spoken.model(runs['model.name'].iloc[0])}, {questions}"
 
 
 def _draw_differences(axis: Axes, rows: pd.DataFrame, base: str) -> None:
