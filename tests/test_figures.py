@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from qa_lib.lab.report import figures, profile_figures, spoken, style
+from qa_lib.lab.report import figures, profile_figures, report_figures, spoken, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
 from qa_lib.records.files import RecordError
@@ -197,6 +197,33 @@ def test_a_part_that_a_shorter_step_has_no_more_has_shrunk_by_all_of_it(profile)
     )
 
 
+def test_the_numbers_of_the_title_stand_above_the_bars(profile):
+    before = with_parts(profile, attention=4.0, norms_and_elementwise=9.0)
+    after = with_parts(profile, attention=4.0, norms_and_elementwise=0.5)
+    titles = [
+        axis.get_title(loc="left")
+        for axis in profile_figures.step({"A1": before, "A3": after}).axes
+    ]
+    assert titles[0].startswith("A1: 13.0 ms a step (norms and elementwise 9.00), the GPU busy for")
+    assert titles[1].startswith("A3: 4.50 ms a step (norms and elementwise 0.50), the GPU busy for")
+
+
+@pytest.mark.parametrize(
+    ("ms_by_part", "texts"),
+    [
+        ({"attention": 10.0, "copies": 20.0}, ["10.0", "20.0"]),
+        ({"attention": 10.0, "copies": 1.0}, ["attention 10.0, copies 1.00"]),
+        ({"attention": 60.0, "copies": 1.0}, ["60.0"]),
+        ({"attention": 3.0, "copies": 0.001}, ["attention 3.00"]),
+        ({"attention": 0.0}, []),
+    ],
+)
+def test_a_block_has_its_number_and_those_of_a_short_bar_stand_beside_it(ms_by_part, texts):
+    axis = Figure().subplots()
+    profile_figures._number_blocks(axis, pd.DataFrame([ms_by_part]), widest=100.0)
+    assert [text.get_text() for text in axis.texts] == texts
+
+
 def test_a_step_alone_says_how_long_it_takes(profile):
     only = with_parts(profile, attention=4.0, copies=3.0, norms_and_elementwise=9.0)
     assert style.title_of(profile_figures.step({"A1": only})) == "A step takes 16.0 ms in A1"
@@ -290,6 +317,51 @@ def test_a_figure_of_a_table_without_runs_is_shown():
 def test_why_nothing_is_shown_is_told_without_the_class_of_an_error_with_words_of_ours():
     assert style.reason(RecordError("a.json: broken")) == "a.json: broken"
     assert style.reason(KeyError("f1")) == "KeyError, 'f1'"
+
+
+# F1, and memory against speed.
+
+
+def scored(**columns):
+    """Runs of two models' worth of columns, with a score each."""
+    return pd.DataFrame({"model.name": ["minilm"], "data.name": "squad-large", **columns})
+
+
+@pytest.mark.parametrize(
+    ("never_answering", "words"),
+    [
+        (50.0, "MiniLM, SQuAD v2"),
+        (0.0, "MiniLM, questions that all have an answer"),
+        (None, "MiniLM, SQuAD v2"),
+    ],
+)
+def test_a_figure_of_f1_says_which_model_and_questions_it_is_of(never_answering, words):
+    runs = scored(**{"quality.always_null_f1": [never_answering]})
+    assert report_figures._trained_on(runs) == words
+
+
+def test_data_that_nobody_has_a_word_for_are_called_by_their_name():
+    runs = scored(**{"quality.always_null_f1": [50.0]}).assign(**{"data.name": "my-data"})
+    assert report_figures._trained_on(runs) == "MiniLM, my-data"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(1.2, 13.0, [1.5, 3, 6, 12]), (0.3, 0.8, [0.375, 0.75])]
+)
+def test_memory_has_ticks_that_double(low, high, ticks):
+    assert report_figures._doubling(low, high) == ticks
+
+
+def test_memory_names_the_variants_of_few_words_and_those_on_the_line_alone():
+    shown = pd.DataFrame({
+        "variant": ["A1", "A2", "C2"],
+        "samples_per_s": [100.0, 90.0, 50.0],
+        "gib": [8.0, 9.0, 4.0],
+    })  # fmt: skip
+    axis = style.new_figure("Title", "", 6.0).subplots()
+    axis.set(xlim=(0, 120), ylim=(2, 12))
+    report_figures._draw_memory(axis, shown, "A1")
+    assert {text.get_text() for text in axis.texts} == {"A1", "C2"}
 
 
 # Parts.

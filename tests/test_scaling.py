@@ -425,6 +425,22 @@ def test_runs_on_one_gpu_alone_have_no_scaling(several):
     refused("no run of a variant for several GPUs", scaling.scaling, several[several["world"] == 1])
 
 
+def test_a_finding_tells_each_size_that_is_drawn_on_as_many_gpus():
+    runs = gpu_runs(
+        ("E-uncompiled", 1, 8, 8, 100, {}),
+        ("E-uncompiled", 1, 16, 8, 110, {}),
+        ("E-uncompiled", 1, 32, 8, 120, {}),
+        ("P-peers", 2, 8, 8, 120, {}),
+        ("P-peers", 2, 16, 8, 198, {}),
+        ("P-peers", 2, 32, 8, 216, {}),
+        ("P-peers", 4, 32, 8, 180, {}),
+    )
+    assert scaling.speed_finding(scaling.scaling(runs)) == (
+        "2 GPUs train ×1.98 as fast as one at 8 samples each, ×1.80 at 32 in all, ×1.20 at 8 in "
+        "all (P-peers)"
+    )
+
+
 def test_a_speed_on_several_gpus_alone_is_no_finding(several):
     of_four = scaling.scaling(several[several["world"] == 4])
     refused("no variant was run on one GPU and on several", scaling.speed_finding, of_four)

@@ -239,6 +239,15 @@ def waiting_finding(shares: pd.DataFrame) -> str:
 # Lines that are compared.
 
 
+# How many sizes of each kind are drawn, and told of.
+SHOWN: dict[Kind, int] = {"weak": 1, "strong": 2}
+
+
+def shown_sizes(lines: pd.DataFrame, kind: Kind) -> list[int]:
+    """Return those of the `common` sizes of a kind that a figure has a panel for."""
+    return common(lines, kind)[: SHOWN[kind]]
+
+
 def common(lines: pd.DataFrame, kind: Kind) -> list[int]:
     """Return the sizes at which lines of several GPUs have an efficiency of a kind.
 
@@ -262,36 +271,33 @@ def at(lines: pd.DataFrame, kind: Kind, size: int) -> pd.DataFrame:
 def speed_finding(lines: pd.DataFrame) -> str:
     """Return how much quicker the most GPUs are than one, as '4 GPUs train ×3.16 as fast as ...'.
 
-    It is told at as many samples a GPU and at as many in all, where either was measured. The
-    variant is the quickest with the tag `headline`, and the quickest of all without any of these.
+    It is told at as many samples a GPU and at as many in all, for each of the `shown_sizes` at
+    which that was measured. The variant is the quickest with the tag `headline`, and the quickest
+    of all without any of these.
 
     Raises NotMeasured without an efficiency.
     """
-    compared = {kind: _compared(lines, kind) for kind in ("weak", "strong")}
-    every = pd.concat(compared.values())
+    compared = [
+        (kind, size, _compared(lines, kind, size))
+        for kind in SHOWN
+        for size in shown_sizes(lines, kind)
+    ]
+    every = pd.concat([lines[:0], *(part for _, _, part in compared)])
     if every.empty:
         raise evidence.NotMeasured(
             "no variant was run on one GPU and on several at one batch, or at one batch a GPU"
         )
     of_headline = every[every["variant"].isin(tagged("headline"))]
     candidates = every if of_headline.empty else of_headline
-    variant = candidates.sort_values("speed")["variant"].iloc[-1]
+    variant, world = candidates.sort_values("speed")[["variant", "world"]].iloc[-1]
     gains = []
-    worlds = []
-    for kind, part in compared.items():
-        part = part[part["variant"] == variant]
-        if part.empty:
-            continue
-        line = part.iloc[-1]
-        gain = factor(line[kind] * line["world"])
-        if not gains:
-            gain += " as fast as one"
-        if kind == "weak":
-            gains.append(f"{gain} at {line['batch'] // line['world']} samples each")
-        else:
-            gains.append(f"{gain} at {line['batch']} in all")
-        worlds.append(line["world"])
-    return f"{worlds[0]} GPUs train {', '.join(gains)} ({variant})"
+    for kind, size, part in compared:
+        is_told = (part["variant"] == variant) & (part["world"] == world)
+        for efficiency in part.loc[is_told, kind]:
+            gain = factor(efficiency * world)
+            gains.append(f"{gain} at {size} {'samples each' if kind == 'weak' else 'in all'}")
+    gains[0] = gains[0].replace(" at", " as fast as one at", 1)
+    return f"{world} GPUs train {', '.join(gains)} ({variant})"
 
 
 def lost_sentence(lines: pd.DataFrame) -> str:
@@ -315,15 +321,12 @@ def lost_sentence(lines: pd.DataFrame) -> str:
     return f"By median steps, at {sizes[0]} samples each, {'; '.join(said)}."
 
 
-def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
-    """Return the lines of several GPUs with an efficiency of a kind, at the first `common` size.
+def _compared(lines: pd.DataFrame, kind: Kind, size: int) -> pd.DataFrame:
+    """Return the lines of several GPUs with an efficiency of a kind, at one of its sizes.
 
     They are sorted by GPUs and speed.
     """
-    sizes = common(lines, kind)
-    if not sizes:
-        return lines[:0]
-    of_size = at(lines, kind, sizes[0])
+    of_size = at(lines, kind, size)
     compared = of_size[(of_size["world"] > 1) & of_size[kind].notna()]
     return compared.sort_values(["world", "speed"])
 
@@ -337,9 +340,10 @@ def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
 
     Raises NotMeasured where no variant was run on one GPU and on several.
     """
-    compared = _compared(lines, "weak")
-    if compared.empty:
+    sizes = common(lines, "weak")
+    if not sizes:
         raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
+    compared = _compared(lines, "weak", sizes[0])
     quickest = compared.drop_duplicates(["variant", "world"], keep="last")
     quickest = quickest.assign(gain=quickest["weak"] * quickest["world"])
     speeds = quickest.pivot(index="variant", columns="world", values="speed")
