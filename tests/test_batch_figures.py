@@ -106,6 +106,7 @@ def test_a_part_of_a_model_is_drawn_with_how_much_of_it_trains():
     (axis,) = figure.axes
     assert [text.get_text() for text in axis.texts] == ["0 of 4 k", "1.5 k of 6 k"]
     assert [patch.get_width() for patch in axis.patches] == [4000, 6000, 0, 1500]
+    assert axis.xaxis.get_major_formatter()(2_000_000) == "2 M"
 
 
 def test_a_variant_that_packs_nothing_has_no_packed_sequence(samples):
@@ -127,6 +128,19 @@ def test_the_heaviest_kernels_of_a_step_are_drawn_beside_all_in_time():
     work = pd.DataFrame({"start_ms": [0.0, 1.0], "ms": [1.0, 2.0], "part": ["attention"] * 2})
     figure = profile_figures.fig_launches(profiled, work)
     assert title_of(figure).startswith("One step: 2 kernels in 80.0 ms; the 8 heaviest take 61.1")
+
+    assert "the kernels span 3.00" in figure.axes[0].get_xlabel()
+
+
+def test_long_names_of_kernels_stay_apart(monkeypatch):
+    monkeypatch.setattr(profile_figures, "LETTERS", 10)
+    names = [
+        "void at::native::(anonymous namespace)::apply",
+        "a_long_name_1",
+        "a_long_name_2",
+        "bcd" * 9,
+    ]
+    assert profile_figures.short_names(names) == ["apply", "a_lo…1", "a_lo…2", "bcdbcdbcd…"]
 
 
 @pytest.mark.slow

@@ -12,11 +12,11 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
-from qa_lib.lab.report import figures, profile_figures, style
+from qa_lib.lab.report import figures, profile_figures, report_figures, spoken, style
 from qa_lib.lab.report.evidence import load_runs, select
 from qa_lib.records.archive import read_runs
 from qa_lib.records.files import RecordError
-from qa_lib.spec.variants import RECOMMENDED
+from qa_lib.spec.variants import RECOMMENDED, tagged
 from tests.material import ROOT, refused, write
 from tests.report_runs import make, make_one_of_each_kind
 from tests.tiny import H200
@@ -72,12 +72,18 @@ def test_the_ladder_has_columns_of_numbers_beside_its_bars(own):
     assert "by kernels" not in texts, "no run on a CPU has kernel time"
 
 
-def test_ratios_of_kernel_times_stand_beside_those_of_speeds(own):
-    of_variant = {"A1": 50.0, "A2": 20.0}
-    with_kernels = own.assign(**{"time.kernel_ms": own["spec.variant"].map(of_variant)})
-    texts = [text.get_text() for text in figures.fig_ladder(with_kernels).axes[0].texts]
+def texts_of_the_ladder(runs, **kernel_ms):
+    """The texts beside the bars, where variants have these kernel times and others have none."""
+    with_kernels = runs.assign(**{"time.kernel_ms": runs["spec.variant"].map(kernel_ms)})
+    return [text.get_text() for text in figures.fig_ladder(with_kernels).axes[0].texts]
+
+
+def test_ratios_of_kernel_times_stand_beside_those_of_speeds_where_most_have_some(own):
+    shown = own[own["spec.variant"].isin(["A1", "A2", "A3"])]
+    texts = texts_of_the_ladder(shown, A1=50.0, A2=20.0)
     at = texts.index("by kernels")
     assert texts[at + 1 : at + 4] == ["1.00", "2.50", "–"]
+    assert "by kernels" not in texts_of_the_ladder(shown, A1=50.0)
 
 
 def test_a_rung_is_compared_with_what_it_changes_which_is_named_where_it_is_not_above(own):
@@ -85,18 +91,40 @@ def test_a_rung_is_compared_with_what_it_changes_which_is_named_where_it_is_not_
     assert texts >= {"1.25", "0.95 (A1)"}
 
 
-def test_a_rung_is_compared_with_the_nearest_ancestor_that_has_a_speed():
-    lines = pd.DataFrame({"variant": ["A1", "A3", "A4"], "samples_per_s": [100.0, 150.0, 180.0]})
-    untimed = pd.DataFrame({"variant": ["A4-nb"], "samples_per_s": [math.nan]})
-    every = pd.concat([lines, untimed])
-    assert figures._gains(lines["variant"], every) == ["–", "1.50", "1.20"]
+def test_a_rung_is_compared_with_the_nearest_ancestor_that_is_shown_with_a_speed():
+    lines = pd.DataFrame({
+        "variant": ["A1", "A2", "A3", "A4"],
+        "samples_per_s": [100.0, math.nan, 150.0, 180.0],
+    })  # fmt: skip
+    assert figures._gains(lines) == ["–", "–", "1.50 (A1)", "1.20"]
 
 
-def test_a_rung_is_compared_with_a_variant_that_the_ladder_does_not_show():
-    speeds = {"A1": 100.0, "A0": 90.0, "A0-sdpa": 135.0, "A0-longest": 162.0}
-    lines = pd.DataFrame({"variant": [*speeds], "samples_per_s": [*speeds.values()]})
-    shown = lines["variant"].drop(2)
-    assert figures._gains(shown, lines) == ["–", "0.90", "1.20 (A0-sdpa)"]
+def ladder_of(**speeds):
+    """Lines of the ladder with these samples/s."""
+    names = [name.replace("_", "-") for name in speeds]
+    columns = {"variant": names, "samples_per_s": [*speeds.values()], "task.name": "qa"}
+    return pd.DataFrame(columns).assign(ratio=lambda lines: lines["samples_per_s"] / 100)
+
+
+def test_a_short_ladder_is_drawn_whole(monkeypatch):
+    lines = ladder_of(A1=100.0, A2=101.0, A3=150.0)
+    assert len(figures._large_rungs(lines, "A1")) == 3
+    monkeypatch.setattr(figures, "MOST", 2)
+    assert figures._large_rungs(lines, "A1")["variant"].tolist() == ["A1", "A3"]
+
+
+def test_of_a_long_ladder_what_the_title_and_other_tables_speak_of_stays(monkeypatch):
+    monkeypatch.setattr(figures, "MOST", 2)
+    lines = ladder_of(A1=100.0, A2=50.0, A3=40.0, A0=30.0, A0_grouped=31.0, A0_compile=20.0)
+    shown = figures._large_rungs(lines, "A1")["variant"].tolist()
+    assert shown == ["A1", "A3", "A0-grouped", "A0-compile"]
+
+
+@pytest.mark.parametrize("tag", ["ladder", "trainer", "plain"])
+def test_every_bar_of_a_ladder_has_a_name_of_few_words(tag):
+    for name in tagged(tag):
+        assert len(spoken.rung(name)) > len(name), f"{name} has words"
+        assert len(spoken.rung(name)) <= 2 * figures.LETTERS
 
 
 def test_a_few_timed_runs_do_not_stand_for_a_group_that_shared_the_gpu(own):
@@ -167,6 +195,33 @@ def test_a_part_that_a_shorter_step_has_no_more_has_shrunk_by_all_of_it(profile)
     assert style.title_of(profile_figures.step({"A1": before, "A3": after})).endswith(
         "; 9.00 and 0.00 ms go to copies"
     )
+
+
+def test_the_numbers_of_the_title_stand_above_the_bars(profile):
+    before = with_parts(profile, attention=4.0, norms_and_elementwise=9.0)
+    after = with_parts(profile, attention=4.0, norms_and_elementwise=0.5)
+    titles = [
+        axis.get_title(loc="left")
+        for axis in profile_figures.step({"A1": before, "A3": after}).axes
+    ]
+    assert titles[0].startswith("A1: 13.0 ms a step (norms and elementwise 9.00), the GPU busy for")
+    assert titles[1].startswith("A3: 4.50 ms a step (norms and elementwise 0.50), the GPU busy for")
+
+
+@pytest.mark.parametrize(
+    ("ms_by_part", "texts"),
+    [
+        ({"attention": 10.0, "copies": 20.0}, ["10.0", "20.0"]),
+        ({"attention": 10.0, "copies": 1.0}, ["attention 10.0, copies 1.00"]),
+        ({"attention": 60.0, "copies": 1.0}, ["60.0"]),
+        ({"attention": 3.0, "copies": 0.001}, ["attention 3.00"]),
+        ({"attention": 0.0}, []),
+    ],
+)
+def test_a_block_has_its_number_and_those_of_a_short_bar_stand_beside_it(ms_by_part, texts):
+    axis = Figure().subplots()
+    profile_figures._number_blocks(axis, pd.DataFrame([ms_by_part]), widest=100.0)
+    assert [text.get_text() for text in axis.texts] == texts
 
 
 def test_a_step_alone_says_how_long_it_takes(profile):
@@ -262,6 +317,51 @@ def test_a_figure_of_a_table_without_runs_is_shown():
 def test_why_nothing_is_shown_is_told_without_the_class_of_an_error_with_words_of_ours():
     assert style.reason(RecordError("a.json: broken")) == "a.json: broken"
     assert style.reason(KeyError("f1")) == "KeyError, 'f1'"
+
+
+# F1, and memory against speed.
+
+
+def scored(**columns):
+    """Runs of two models' worth of columns, with a score each."""
+    return pd.DataFrame({"model.name": ["minilm"], "data.name": "squad-large", **columns})
+
+
+@pytest.mark.parametrize(
+    ("never_answering", "words"),
+    [
+        (50.0, "MiniLM, SQuAD v2"),
+        (0.0, "MiniLM, questions that all have an answer"),
+        (None, "MiniLM, SQuAD v2"),
+    ],
+)
+def test_a_figure_of_f1_says_which_model_and_questions_it_is_of(never_answering, words):
+    runs = scored(**{"quality.always_null_f1": [never_answering]})
+    assert report_figures._trained_on(runs) == words
+
+
+def test_data_that_nobody_has_a_word_for_are_called_by_their_name():
+    runs = scored(**{"quality.always_null_f1": [50.0]}).assign(**{"data.name": "my-data"})
+    assert report_figures._trained_on(runs) == "MiniLM, my-data"
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "ticks"), [(1.2, 13.0, [1.5, 3, 6, 12]), (0.3, 0.8, [0.375, 0.75])]
+)
+def test_memory_has_ticks_that_double(low, high, ticks):
+    assert report_figures._doubling(low, high) == ticks
+
+
+def test_memory_names_the_variants_of_few_words_and_those_on_the_line_alone():
+    shown = pd.DataFrame({
+        "variant": ["A1", "A2", "C2"],
+        "samples_per_s": [100.0, 90.0, 50.0],
+        "gib": [8.0, 9.0, 4.0],
+    })  # fmt: skip
+    axis = style.new_figure("Title", "", 6.0).subplots()
+    axis.set(xlim=(0, 120), ylim=(2, 12))
+    report_figures._draw_memory(axis, shown, "A1")
+    assert {text.get_text() for text in axis.texts} == {"A1", "C2"}
 
 
 # Parts.

@@ -107,6 +107,13 @@ def test_what_a_gpu_computes_is_told_of_both(runs):
     assert computes.to_dict() == {"P-ddp": pytest.approx(0.95), "P-1f1b": pytest.approx(0.8)}
 
 
+def test_a_gpu_that_idles_is_told_to_compute_no_longer_than_it_was_seen_to():
+    step = {"time.step_ms.median": 100.0, "parallel.exposed_ms": 5.0, "parallel.busy_ms": 80.0}
+    runs = gpu_runs(line("P-ddp", 2, 64, 2000, **step), line("P-1f1b", 2, 64, 1800))
+    computes = one_stack.side_by_side(runs).set_index("variant")["computes"]
+    assert computes["P-ddp"] == pytest.approx(0.80)
+
+
 def test_the_loss_is_that_of_the_last_steps(runs):
     losses = one_stack.side_by_side(runs).set_index("variant")["loss"]
     assert losses.to_dict() == {"P-ddp": 2.0, "P-1f1b": 2.5}

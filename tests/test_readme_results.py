@@ -444,8 +444,10 @@ def test_a_point_of_f1_is_a_share_of_what_the_baselines_ok_runs_have_learnt(tmp_
     make(tmp_path, "A1", seed=1, status="killed")
     judged = evidence.load_runs(tmp_path).assign(**{"quality.always_null_f1": 50.0})
     text = variants_table._source_of_scores(judged)
-    assert "Never answering scores 50.00 there and A1 70.00" in text
-    assert text.endswith("so that 1 F1 is 5.00 % of what A1 has learnt.")
+    assert text.endswith(
+        "A1 scores 70.00 there, which is 20.0 above never answering (50.00): "
+        "1 F1 is 5.00 % of that."
+    )
 
 
 def test_a_page_that_cannot_be_read_is_named(tmp_path, monkeypatch):

@@ -158,6 +158,13 @@ def test_a_variant_is_compared_at_the_micro_batch_at_which_it_is_quickest():
     assert shares["computing"].tolist() == [0.9, 0.8]
 
 
+def test_the_shares_of_a_line_without_its_waiting_are_not_known():
+    lines = waiting_lines(("P-one-bucket", 2, 32, 1.0, 6.0, 4.0), ("P1", 2, 32, 1.0, 6.0, math.nan))
+    shares = scaling.shares_of(lines)
+    assert shares["computing"].iloc[0] == 0.6
+    assert shares.iloc[1].isna().all()
+
+
 def test_a_variant_alone_at_its_batch_is_compared_with_nobody():
     alone = waiting_lines(("P-one-bucket", 2, 32, 1.0, 6.0, 4.0))
     refused("no two variants for several GPUs", scaling.step_shares, alone)
@@ -188,8 +195,23 @@ def test_a_table_has_a_line_a_variant_the_quickest_first_at_equal_samples_a_gpu(
     assert table["variant"].tolist() == ["P-zero1", "P-one-bucket"]
     assert table["samples/s on 2"].tolist() == ["–", "190"]
     assert table["samples/s on 4"].tolist() == ["380", "360"]
-    assert table["× one GPU"].tolist() == ["×3.80", "×3.60"]
-    assert table["GiB a GPU"].tolist() == ["2.00", "2.00"]
+    assert table["× one GPU, on 2"].tolist() == ["–", "×1.90"]
+    assert table["× one GPU, on 4"].tolist() == ["×3.80", "×3.60"]
+    assert table["peak GiB a GPU, on the most"].tolist() == ["2.00", "2.00"]
+
+
+def test_a_table_of_several_gpus_is_sorted_by_speed_on_as_many_as_most_have_run_on():
+    runs = gpu_runs(
+        ("E-dropout", 1, 8, 8, 100, {}),
+        ("E-regions", 1, 8, 8, 100, {}),
+        ("P-one-bucket", 2, 16, 8, 190, {}),
+        ("P-one-bucket", 4, 32, 8, 360, {}),
+        ("P-zero1", 2, 16, 8, 180, {}),
+        ("P-zero1", 4, 32, 8, 380, {}),
+        ("P-overlap", 2, 16, 8, 200, {}),
+    )
+    table = scaling.speed_table(scaling.scaling(runs))
+    assert table["variant"].tolist() == ["P-overlap", "P-one-bucket", "P-zero1"]
 
 
 def test_a_table_of_several_gpus_takes_a_speed_on_one(several):
@@ -401,6 +423,22 @@ SIZES = pd.DataFrame({
 
 def test_runs_on_one_gpu_alone_have_no_scaling(several):
     refused("no run of a variant for several GPUs", scaling.scaling, several[several["world"] == 1])
+
+
+def test_a_finding_tells_each_size_that_is_drawn_on_as_many_gpus():
+    runs = gpu_runs(
+        ("E-uncompiled", 1, 8, 8, 100, {}),
+        ("E-uncompiled", 1, 16, 8, 110, {}),
+        ("E-uncompiled", 1, 32, 8, 120, {}),
+        ("P-peers", 2, 8, 8, 120, {}),
+        ("P-peers", 2, 16, 8, 198, {}),
+        ("P-peers", 2, 32, 8, 216, {}),
+        ("P-peers", 4, 32, 8, 180, {}),
+    )
+    assert scaling.speed_finding(scaling.scaling(runs)) == (
+        "2 GPUs train ×1.98 as fast as one at 8 samples each, ×1.80 at 32 in all, ×1.20 at 8 in "
+        "all (P-peers)"
+    )
 
 
 def test_a_speed_on_several_gpus_alone_is_no_finding(several):

@@ -140,5 +140,6 @@ def fig_trained(parts: pd.DataFrame, variant: str) -> Figure:
     axis.bar_label(bars, said[:-1], padding=3)
     axis.barh(rows.index, rows["trainable"], color=style.ORANGE)
     axis.set(xlabel="parameters (coloured: they train)", xlim=(0, 1.3 * rows["parameters"].max()))
+    axis.xaxis.set_major_formatter(lambda parameters, _: count(parameters))
     axis.invert_yaxis()
     return figure

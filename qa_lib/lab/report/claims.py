@@ -186,11 +186,25 @@ def faster(
     words = []
     signs = []
     for name in variants:
-        for size in sizes:
-            value, half = measured.ratio(name, parent or VARIANTS[name].parent, size)
-            words.append(f"{name} {factor(value, half)}" + f" at {size}" * (len(sizes) > 1))
-            signs.append(judged(value, half, low, math.inf))
-    return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", all_of(signs))
+        over = parent or VARIANTS[name].parent
+        ratios = {size: measured.ratio(name, over, size) for size in sizes}
+        words.append(f"{name} {_at_sizes(ratios)}")
+        signs += [judged(*ratio, low, math.inf) for ratio in ratios.values()]
+    sign = all_of(signs)
+    if sign == CANNOT_TELL:
+        return Found(NOT_MEASURED, sign)
+    return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", sign)
+
+
+def _at_sizes(ratios: dict[int, tuple[float, float]]) -> str:
+    """Return ratios with their intervals in words, by micro-batch where there are several."""
+    words = {
+        size: "not measured" if math.isnan(value) else factor(value, half)
+        for size, (value, half) in ratios.items()
+    }
+    if len(words) == 1:
+        return next(iter(words.values()))
+    return "; ".join(f"at {size}: {word}" for size, word in words.items())
 
 
 def leaner(ratios: dict[str, float], high: float) -> Found:
@@ -200,12 +214,12 @@ def leaner(ratios: dict[str, float], high: float) -> Found:
     """
     words = []
     for name, value in ratios.items():
-        change = MISSING
+        change = "not measured"
         if not math.isnan(value):
             change = f"{gain(100 * (value - 1), decimals=0)} %"
         words.append(f"{name} {change}")
-    signs = [judged(value, math.nan, -math.inf, high) for value in ratios.values()]
-    return Found(", ".join(words), all_of(signs))
+    sign = all_of(judged(value, math.nan, -math.inf, high) for value in ratios.values())
+    return Found(NOT_MEASURED if sign == CANNOT_TELL else ", ".join(words), sign)
 
 
 def loses(

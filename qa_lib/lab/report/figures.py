@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
-from qa_lib.lab.report import style
+from qa_lib.lab.report import spoken, style
 from qa_lib.lab.report.evidence import (
     NotMeasured,
     baseline,
@@ -23,7 +23,7 @@ from qa_lib.lab.report.evidence import (
     largest_micro_batch,
     usual_conditions,
 )
-from qa_lib.lab.report.format import MISSING, number
+from qa_lib.lab.report.format import MISSING, number, percent
 from qa_lib.lab.report.stats import LEVEL
 from qa_lib.lab.report.summary import summary
 from qa_lib.records.archive import Run
@@ -59,22 +59,33 @@ def speed_finding(lines: pd.DataFrame) -> str:
     """
     base = baseline(lines)
     ratios = lines.set_index("variant")["ratio"].dropna()
-    rungs = [name for name in tagged("ladder") if name in ratios and name != base]
-    if not rungs:
+    top, rival = _top_and_rival(lines)
+    if top is None:
         return f"No variant beside {base} has a speed here"
-    top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
     finding = f"{top} trains {number(ratios[top])}× as fast as {base}"
-    rivals = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
-    if rivals.empty:
+    if rival is None:
         return finding
-    rival = rivals.idxmax()
     if VARIANTS[rival].change == {"engine": "trainer"}:
         what_it_is = "the plain Trainer"
     elif rival in tagged("plain"):
         what_it_is = "plain PyTorch"
     else:
         what_it_is = "the best Trainer"
-    return f"{finding}, {number(ratios[top] / rivals[rival])}× as fast as {what_it_is} ({rival})"
+    return f"{finding}, {number(ratios[top] / ratios[rival])}× as fast as {what_it_is} ({rival})"
+
+
+def _top_and_rival(lines: pd.DataFrame) -> tuple[str | None, str | None]:
+    """Return the variant that the ladder reaches, and the quicker of the Trainer and plain PyTorch.
+
+    Each is None where no such variant has a speed in `lines`, which are those of `summary`.
+    """
+    ratios = lines.set_index("variant")["ratio"].dropna()
+    rungs = [name for name in tagged("ladder") if name in ratios and name != baseline(lines)]
+    rivals = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
+    top = None
+    if rungs:
+        top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
+    return top, None if rivals.empty else rivals.idxmax()
 
 
 def picture_link(path: Path) -> str:
@@ -89,53 +100,83 @@ def picture_link(path: Path) -> str:
 # The ladder.
 
 
+MOST = 14  # bars of a ladder, above which small gains are left out
+LARGE = 1.10  # a gain over the variant that a rung changes, from which on it stays
+LETTERS = 42  # of a line of a bar's name
+
+
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
-    Beside each bar stand its factors to the baseline, by samples/s and by kernel time, and to the
-    variant that it changes, or to the nearest before that one with a speed.
+    Beside each bar stand its factors to the baseline, by samples/s and by kernel time where most
+    have that, and to the nearest ancestor that is shown. Of a long ladder only `_large_rungs` are
+    drawn.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
     base = baseline(runs)
     lines = timed(runs)
     order = list(dict.fromkeys([base, *tagged("ladder"), *tagged("trainer"), *tagged("plain")]))
-    shown = lines[lines["variant"].isin(order)]
-    shown = shown.sort_values(
-        "variant", key=lambda names: names.map(order.index), ignore_index=True
-    )
-    if len(shown) < 2:
+    every = lines[lines["variant"].isin(order)]
+    every = every.sort_values("variant", key=lambda names: names.map(order.index))
+    if len(every) < 2:
         raise NotMeasured("the ladder has one rung")
-    code = style.code(commits(largest_micro_batch(runs)))
-    by_kernels = ""
-    if shown["kernel_ratio"].notna().any():
-        by_kernels = "By kernels: the ratio of GPU time alone. "
-    note = (
-        f"{shown['micro_batch'].iloc[0]} samples in a forward pass. Whiskers: {LEVEL} % intervals. "
-        f"{by_kernels}In brackets: compared with that, and not with the one above. –: not "
-        f"measured. {code}"
-    )
+    shown = _large_rungs(every, base).reset_index(drop=True)
+    has_kernels = shown["kernel_ratio"].notna().mean() > 0.5
+    notes = [
+        f"{shown['micro_batch'].iloc[0]} samples in a forward pass",
+        f"Whiskers: {LEVEL} % intervals, of three runs or more",
+        "In brackets: compared with that, and not with the one above",
+        style.code(commits(largest_micro_batch(runs))),
+    ]
+    if has_kernels:
+        notes.insert(2, f"By kernels: the ratio of GPU time alone, {MISSING} where not measured")
+    if len(shown) < len(every):
+        left_out = len(every) - len(shown)
+        notes.insert(1, f"{left_out} steps that gain less than {percent(LARGE - 1)} are not drawn")
     figure = style.group_figure(
-        runs, title=speed_finding(lines), note=note, height=0.34 * len(shown) + 1.75
+        runs, title=speed_finding(lines), note=". ".join(notes), height=0.34 * len(shown) + 1.75
     )
     axis = figure.subplots()
     _draw_speeds(axis, shown, base)
     speed = shown["samples_per_s"]
-    columns = {
-        "samples/s": speed.map(number),
-        f"× {base}": shown["ratio"].map(number),
-        "by kernels": shown["kernel_ratio"].map(number),
-        "× variant above": _gains(shown["variant"], lines),
-        "n": shown["n"].map(str),
-    }
-    if shown["kernel_ratio"].isna().all():
-        del columns["by kernels"]
+    columns = {"samples/s": speed.map(number), f"× {base}": shown["ratio"].map(number)}
+    if has_kernels:
+        columns["by kernels"] = shown["kernel_ratio"].map(number)
+    columns["× variant above"] = _gains(shown)
+    columns["n"] = shown["n"].map(str)
     style.columns(axis, columns)
-    names = [f"{name}: {VARIANTS[name].why}" for name in shown["variant"]]
-    style.name_bars(axis, [style.wrap(name, 48) for name in names])
+    style.name_bars(axis, [style.wrap(spoken.rung(name), LETTERS) for name in shown["variant"]])
     axis.set(xlabel="samples/s in training (longer is faster)", xlim=(0, 1.05 * speed.max()))
+    axis.locator_params(axis="x", nbins=5)
     style.legend(axis)
     return figure
+
+
+def _large_rungs(lines: pd.DataFrame, base: str) -> pd.DataFrame:
+    """Return the lines of a ladder that are drawn, all of them where they are at most MOST.
+
+    Of more, those stay that train LARGE times as fast as the variant that they change, or as the
+    nearest before that one with a speed, those with the tag `headline`, and those that the title
+    speaks of.
+    """
+    if len(lines) <= MOST:
+        return lines
+    stay = {base, *_top_and_rival(lines), *tagged("headline")}
+    speed = lines.set_index("variant")["samples_per_s"].dropna()
+    for name in speed.index:
+        ancestor = _nearest_ancestor(name, speed.index)
+        if ancestor is not None and speed[name] >= LARGE * speed[ancestor]:
+            stay.add(name)
+    return lines[lines["variant"].isin(stay)]
+
+
+def _nearest_ancestor(variant: str, names: pd.Index) -> str | None:
+    """Return the nearest ancestor of a variant that is among some names, None without any."""
+    ancestor = VARIANTS[variant].parent
+    while ancestor is not None and ancestor not in names:
+        ancestor = VARIANTS[ancestor].parent
+    return ancestor
 
 
 def _draw_speeds(axis: Axes, shown: pd.DataFrame, base: str) -> None:
@@ -157,19 +198,16 @@ def _draw_speeds(axis: Axes, shown: pd.DataFrame, base: str) -> None:
         axis.text(0, bar, f" {reason}", va="center", fontsize=8, parse_math=False)
 
 
-def _gains(shown: pd.Series, lines: pd.DataFrame) -> list[str]:
-    """Return the speed of each variant that is shown over that of the one it changes, as text.
+def _gains(shown: pd.DataFrame) -> list[str]:
+    """Return the speed of each line over that of its nearest ancestor among them, as text.
 
-    Where `lines` have no speed of that, it is over that of the nearest ancestor. What it is over is
-    named where it is not the variant shown above.
+    The ancestor is named where it is not the variant of the line above.
     """
-    speed = lines.set_index("variant")["samples_per_s"].dropna()
+    speed = shown.set_index("variant")["samples_per_s"].dropna()
     gains = []
     above = None
-    for name in shown:
-        ancestor = VARIANTS[name].parent
-        while ancestor is not None and ancestor not in speed:
-            ancestor = VARIANTS[ancestor].parent
+    for name in shown["variant"]:
+        ancestor = _nearest_ancestor(name, speed.index)
         text = MISSING
         if ancestor is not None and name in speed:
             text = number(speed[name] / speed[ancestor])

@@ -58,7 +58,7 @@ def side_by_side(runs: pd.DataFrame) -> pd.DataFrame:
 
     - kind: what `kind_of` returns
     - loss and loss±: the mean over the last LAST_STEPS steps, after equally many samples
-    - computes: the share of a step in which a GPU does not wait for others
+    - computes: the share of a step in which a GPU computes, as `scaling.shares_of` has it
     - gain and gain±: samples/s over those of the quickest data parallelism there, over equal seeds
     - over_one and over_one±: samples/s over those of one GPU at this batch
     - memory: the peak over that of the leanest data parallelism there at the same micro-batch
@@ -80,8 +80,8 @@ def side_by_side(runs: pd.DataFrame) -> pd.DataFrame:
     table = pd.concat([_at_place(part, values, losses) for part in places])
     table["over_one"] = table["strong"] * table["world"]
     table["over_one±"] = table["strong±"] * table["world"]
-    table["computes"] = 1 - table["waiting_ms"] / table["step_ms"]
-    return table.reset_index(drop=True)
+    table = table.reset_index(drop=True)
+    return table.assign(computes=scaling.shares_of(table)["computing"])
 
 
 def _of_pipelines_stack(runs: pd.DataFrame) -> pd.DataFrame:
@@ -138,7 +138,7 @@ COLUMNS = [
     Column("speed", "samples/s"),
     Column("gain", "× data parallelism"),
     Column("over_one", "× one GPU"),
-    Column("gib", "GiB a GPU"),
+    Column("gib", "peak GiB a GPU"),
     Column("memory", "× its memory"),
     Column("computes", "computes", percent),
     Column("bubble", form=percent),

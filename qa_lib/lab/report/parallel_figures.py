@@ -14,6 +14,7 @@ from qa_lib.lab.report.point_names import along_curve, name_beside, name_points
 from qa_lib.lab.report.scaling import worded
 from qa_lib.lab.report.stats import LEVEL
 
+PERFECT = {"linestyle": "--", "color": "0.7", "linewidth": 0.8}
 LARGEST = 512  # samples of a batch up to which the worth of a sample is predicted
 
 
@@ -21,23 +22,21 @@ LARGEST = 512  # samples of a batch up to which the worth of a sample is predict
 
 
 def fig_scaling(runs: pd.DataFrame) -> Figure:
-    """Draw samples/s against GPUs, at one batch in all, at another, and at one batch a GPU.
+    """Draw samples/s against GPUs, at one batch a GPU, at one batch in all, and at another.
 
     Dashed is perfect scaling, so many times the speed of one GPU.
 
     Raises NotMeasured where no variant was run on one GPU and on several.
     """
     lines = scaling.scaling(runs)
-    strong = [("strong", size) for size in scaling.common(lines, "strong")[:2]]
-    weak = [("weak", size) for size in scaling.common(lines, "weak")[:1]]
-    panels = [*strong, *weak]
+    panels = [(kind, size) for kind in scaling.SHOWN for size in scaling.shown_sizes(lines, kind)]
     several = lines[evidence.is_parallel(lines["variant"])]
     shown = [scaling.at(several, kind, size).dropna(subset=kind) for kind, size in panels]
     variants = pd.concat(shown)["variant"]
     base = evidence.baseline(runs)
     title = worded(scaling.speed_finding(lines), runs)
     told = [name for name in variants.unique() if f"({name})" in title]
-    note = worded(f"Dashed: as many times one GPU. Bars are {LEVEL} % intervals", runs)
+    note = worded(f"Perfect: as many times one GPU. Bars are {LEVEL} % intervals", runs)
     figure = style.group_figure(runs, title, f"{note}. {style.code(evidence.commits(runs))}", 4.8)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     looks = style.looks(variants, base, told)
@@ -56,6 +55,7 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
         most = max(world for world, *_ in points)
         taken = [place for line in axis.lines for place in along_curve(axis, *line.get_data())]
         _name(name_beside, axis, [end for end in points if end[0] < most], told, taken)
+    axes[0].plot([], [], label="perfect", **PERFECT)
     style.legend_of_kinds(axes[0], variants, base, 1.06)
     return figure
 
@@ -74,7 +74,7 @@ def _draw_speeds(
         if line["world"].min() > 1:
             line = pd.concat([pd.DataFrame({"world": [1], "speed": [of_one_gpu]}), line])
         perfect = line["world"] * of_one_gpu
-        axis.plot(line["world"], perfect, "--", color="0.7", linewidth=0.8, zorder=1)
+        axis.plot(line["world"], perfect, zorder=1, **PERFECT)
         axis.errorbar(line["world"], line["speed"], line["speed±"], capsize=3, **looks[variant])
         name = f"{variant}, {stages} stages" if stages > 1 else variant
         ends.append((line["world"].iloc[-1], line["speed"].iloc[-1], name))
@@ -104,8 +104,11 @@ def fig_waiting(runs: pd.DataFrame) -> Figure:
         rows += [row.rename(row["variant"]) for _, row in part.iterrows()]
     table = pd.DataFrame([row.reindex(scaling.PARTS) for row in rows], dtype=float)
     title = worded(scaling.waiting_finding(shares), runs)
-    code = style.code(evidence.commits(runs))
-    figure = style.group_figure(runs, title, code, 1.6 + 0.19 * len(table))
+    note = (
+        "Communicating: a GPU does nothing else. Bubble: a pipeline's GPU waits for the layers of "
+        f"another. Idle: neither. {style.code(evidence.commits(runs))}"
+    )
+    figure = style.group_figure(runs, title, worded(note, runs), 1.6 + 0.19 * len(table))
     axis = figure.subplots()
     colors = (style.BLUE, style.ORANGE, style.RED, style.GREY)
     style.stack(axis, 100 * table.fillna(0.0), dict(zip(scaling.PARTS, colors, strict=True)))
@@ -137,6 +140,7 @@ def fig_noise(runs: pd.DataFrame) -> Figure:
     variant = noise_scale.most_batches(logs)["variant"].iloc[0]
     of_phi = noise_scale.reference_phi(logs)["batch"].iloc[0]
     note = (
+        "The noise scale φ is the batch whose gradient is noise and signal in equal parts. "
         f"{variant}. Lines are medians, bands quartiles over seeds; measured until a loss of "
         f"{loss:.2f}; predicted by φ at batch {of_phi}. {style.code(evidence.commits(runs))}"
     )

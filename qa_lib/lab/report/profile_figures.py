@@ -5,6 +5,8 @@
 makes them. `fig_launches` and `fig_kernels` draw the kernels of one step and of one layer.
 """
 
+import itertools
+import re
 from collections.abc import Sequence
 
 import numpy as np
@@ -126,29 +128,49 @@ def step(shown: dict[str, dict]) -> Figure:
 
     The step's duration is the one without the profiler.
     """
-    figure = profile_figure(_step_title(shown), shown, height=1.4 + 1.3 * len(shown))
+    title, part = _step_finding(shown)
+    figure = profile_figure(title, shown, height=1.4 + 1.3 * len(shown))
     axes = figure.subplots(len(shown), squeeze=False)[:, 0]
-    for axis, (name, profile) in zip(axes, shown.items(), strict=True):
-        _draw_step(axis, name, profile["time"])
+    tables = [_phases_by_part(profile["time"]) for profile in shown.values()]
+    for axis, (name, profile), table in zip(axes, shown.items(), tables, strict=True):
+        _draw_step(axis, table)
+        axis.set_title(_numbers_of(name, profile["time"], part), loc="left", fontsize=9)
     widest = max(axis.get_xlim()[1] for axis in axes)
-
-    def label(ms: float) -> str:
-        """Return the number of a block that is wide enough for it."""
-        return number(ms) if ms > widest / 25 else ""
-
-    for axis in axes:
+    for axis, table in zip(axes, tables, strict=True):
         axis.set_xlim(0, widest)
-        for blocks in axis.containers:
-            axis.bar_label(blocks, fmt=label, label_type="center", fontsize=7)
+        _number_blocks(axis, table, widest)
     axes[-1].set_xlabel("ms")
     style.legend(axes[0], 1.2)
     return figure
 
 
-def _step_title(shown: dict[str, dict]) -> str:
-    """Return how long a step takes in each profile.
+LEAST = 0.005  # ms of a block that is told
 
-    If the last is quicker than the first, the part of the model that shrank most follows.
+
+def _number_blocks(axis: Axes, table: pd.DataFrame, widest: float) -> None:
+    """Write the milliseconds of each block into it, or of all blocks of a short bar beside it.
+
+    `table` has the phases as lines and the parts as columns, and `widest` is the end of the axis. A
+    block of a long bar that is too narrow for its number has none.
+    """
+    narrow = widest / 25
+    for bar, (_, blocks) in enumerate(table.iterrows()):
+        blocks = blocks[blocks >= LEAST]
+        if len(blocks) and blocks.min() <= narrow and blocks.sum() < widest / 2:
+            words = ", ".join(f"{part} {number(ms)}" for part, ms in blocks.items())
+            axis.text(blocks.sum() + narrow / 4, bar, words, va="center", fontsize=7)
+            continue
+        middles = blocks.cumsum() - blocks / 2
+        for middle, ms in zip(middles, blocks, strict=True):
+            if ms > narrow:
+                axis.text(middle, bar, number(ms), ha="center", va="center", fontsize=7)
+
+
+def _step_finding(shown: dict[str, dict]) -> tuple[str, str | None]:
+    """Return how long a step takes in each profile, and the part of the model that shrank most.
+
+    The part is named, with its milliseconds, if the last profile is quicker than the first, and
+    None otherwise.
     """
     times = [profile["time"] for profile in shown.values()]
     durations = [
@@ -158,12 +180,13 @@ def _step_title(shown: dict[str, dict]) -> str:
     first = times[0]
     last = times[-1]
     if last["step_ms"] >= first["step_ms"]:
-        return title
+        return title, None
     before = _ms_by_part(first)
     after = _ms_by_part(last)
     part = before.sub(after, fill_value=0.0).idxmax()
+    both = f"{number(before[part])} and {number(after.get(part, 0.0))} ms"
     words = part.replace("elementwise", "elementwise work")
-    return f"{title}; {number(before[part])} and {number(after.get(part, 0.0))} ms go to {words}"
+    return f"{title}; {both} go to {words}", part
 
 
 def _ms_by_part(time: dict) -> pd.Series:
@@ -171,18 +194,29 @@ def _ms_by_part(time: dict) -> pd.Series:
     return pd.DataFrame(time["parts"]).sum(axis="columns")
 
 
-def _draw_step(axis: Axes, name: str, time: dict) -> None:
-    """Draw the bars of one profile's step, with its numbers in the title."""
+def _phases_by_part(time: dict) -> pd.DataFrame:
+    """Return the milliseconds of each phase of a profile's step, and of waiting, by part."""
     table = pd.DataFrame(time["parts"]).T
     table = table.reindex([*PHASES, "waiting"], columns=[*PARTS, "waiting"]).fillna(0.0)
     table.loc["waiting", "waiting"] = max(0.0, time["step_ms"] - time["busy_ms"])
+    return table
+
+
+def _draw_step(axis: Axes, table: pd.DataFrame) -> None:
+    """Draw the bars of one profile's step."""
     style.stack(axis, table, PART_COLORS)
     style.columns(axis, {"ms": table.sum(axis="columns").map(number)})
-    busy = percent(time["busy_share"])
-    title = f"{name}: {number(time['step_ms'])} ms a step, the GPU busy for {busy}"
+
+
+def _numbers_of(name: str, time: dict, part: str | None) -> str:
+    """Return a step's duration with that of a part, the GPU's busy share, and the launches."""
+    words = f"{name}: {number(time['step_ms'])} ms a step"
+    if part is not None:
+        words += f" ({part} {number(_ms_by_part(time).get(part, 0.0))})"
+    words += f", the GPU busy for {percent(time['busy_share'])}"
     if time["launches_per_step"] is not None:
-        title += f", {time['launches_per_step']:,.0f} launches"
-    axis.set_title(title, loc="left", fontsize=10)
+        words += f", {time['launches_per_step']:,.0f} launches"
+    return words
 
 
 # Memory.
@@ -273,6 +307,7 @@ def allocations(shown: dict[str, dict]) -> Figure:
 # The kernels of a step, and of a layer.
 
 HEAVIEST = 8  # kernels that are named
+LETTERS = 60  # of a kernel's name, which may have thousands
 
 
 def fig_launches(profiled: dict, work: pd.DataFrame) -> Figure:
@@ -290,10 +325,16 @@ def fig_launches(profiled: dict, work: pd.DataFrame) -> Figure:
     above, below = figure.subplots(2, 1, height_ratios=[1, 3])
     spans = work[["start_ms", "ms"]].to_numpy()
     above.broken_barh(spans, (0, 1), facecolors=work["part"].map(PART_COLORS), lw=0)
-    above.set(xlabel="ms of the step under the profiler (white: waiting)", yticks=[])
-    names = heaviest["name"].str.slice(0, 48) + heaviest["count"].map("  ×{:.0f}".format)
+    drawn_ms = spans.sum(axis=1).max() - spans[:, 0].min()
+    above.set(
+        xlabel=f"ms; under the profiler the kernels span {number(drawn_ms)} (white: waiting)",
+        yticks=[],
+    )
+    names = short_names(heaviest["name"])
+    names = [f"{name}  ×{n:.0f}" for name, n in zip(names, heaviest["count"], strict=True)]
     colors = heaviest["part"].map(PART_COLORS)
     bars = below.barh(range(len(names)), heaviest["ms"], color=colors, tick_label=names)
+    below.tick_params(axis="y", labelsize=8)
     below.bar_label(bars, fmt=number)
     most = heaviest["ms"].max()
     below.set(xlabel="ms a step (×: how often the kernel runs)", xlim=(0, 1.1 * most))
@@ -301,6 +342,31 @@ def fig_launches(profiled: dict, work: pd.DataFrame) -> Figure:
         below.barh(0, 0, color=PART_COLORS[part], label=part)
     below.legend(loc="lower right", fontsize=8)
     return figure
+
+
+def short_names(kernels: Sequence[str]) -> list[str]:
+    """Return names of kernels in at most LETTERS letters, different ones where the names are.
+
+    Of a long name stay its beginning and what follows the last letter that it shares with another.
+    """
+    plain = [re.sub(r"\bvoid |\bat::native::|\(anonymous namespace\)::", "", k) for k in kernels]
+    names = []
+    for name in plain:
+        differs_at = max((_shared(name, other) for other in plain if other != name), default=0)
+        if len(name) <= LETTERS:
+            names.append(name)
+        elif differs_at < LETTERS - 1:
+            names.append(f"{name[: LETTERS - 1]}…")
+        else:
+            half = LETTERS // 2
+            names.append(f"{name[: half - 1]}…{name[differs_at : differs_at + half]}")
+    return names
+
+
+def _shared(name: str, other: str) -> int:
+    """Return how many letters two names have in common at their beginnings."""
+    pairs = zip(name, other, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def fig_kernels(operators: Sequence[str], kernels: Sequence[str]) -> Figure:

@@ -249,7 +249,7 @@ def cards(runs: pd.DataFrame, group: str, figures: Path) -> str:
     table = table.rename(
         columns={"variant": "training", "micro-batch": "samples in a forward pass"}
     )
-    table["that it runs is"] = [
+    table["measured or predicted"] = [
         "measured" if card in measured else "predicted" for card in table["card"]
     ]
     explanation = (

@@ -7,7 +7,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from qa_lib.lab.report import evidence, style
+from qa_lib.lab.report import evidence, spoken, style
 from qa_lib.lab.report.figures import timed
 from qa_lib.lab.report.format import gain, number, percent
 from qa_lib.lab.report.point_names import along_curve, name_beside
@@ -34,8 +34,8 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     rows = tested[tested.index.isin(first)]
     is_kept = rows["verdict"].isin(["within", "no worse"])
     title = (
-        f"At both thresholds, {is_kept.sum()} of these {len(rows)} variants lose less than "
-        f"{MARGIN:g} F1 against {base}"
+        f"{_trained_on(runs)}: {is_kept.sum()} of {len(rows)} variants lose less than "
+        f"{MARGIN:g} F1 against {base}, at both thresholds"
     )
     note = f"{LEVEL} % intervals over equal seeds. {style.code(evidence.commits(runs))}"
     figure = style.group_figure(judged, title, note, 1.7 + 0.3 * len(rows))
@@ -52,6 +52,15 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     axis.set_xlabel(f"F1 minus {base}'s")
     style.legend_of_kinds(axis, rows.index, base)
     return figure
+
+
+def _trained_on(runs: pd.DataFrame) -> str:
+    """Return which model runs trained and on which questions they were scored, in words."""
+    never_answering = evidence.numbers(runs, {"f1": "quality.always_null_f1"})["f1"]
+    questions = spoken.data(runs["data.name"].iloc[0])
+    if never_answering.eq(0).all():
+        questions = "questions that all have an answer"
+    return f"{spoken.model(runs['model.name'].iloc[0])}, {questions}"
 
 
 def _draw_differences(axis: Axes, rows: pd.DataFrame, base: str) -> None:
@@ -105,44 +114,52 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
         f"{least['variant']} trains everything in {percent(least['gib'] / first['gib'])} of "
         f"{base}'s memory, {number(least['ratio'])}× as fast"
     )
+    code = style.code(evidence.commits(evidence.largest_micro_batch(runs)))
     note = (
         f"Micro-batch {first['micro_batch']}. No variant is both leaner and faster than those on "
-        f"the line. {style.code(evidence.commits(evidence.largest_micro_batch(runs)))}"
+        f"the line. Small: the other variants of the report's last table. {code}"
     )
-    figure = style.group_figure(runs, title, note, 7.0)
+    figure = style.group_figure(runs, title, note, 6.4)
     axis = figure.subplots()
     axis.set(
         xlabel="samples/s in training (further right is faster)",
         xlim=(0, 1.1 * shown["samples_per_s"].max()),
     )
     axis.set_yscale("log", base=2)
-    axis.yaxis.set_major_formatter(style.THOUSANDS)
     axis.set(
         ylabel="GPU memory reserved, in GiB (logarithmic)",
         ylim=(0.85 * least["gib"], 1.15 * shown["gib"].max()),
     )
+    axis.set_yticks(_doubling(*axis.get_ylim()))
+    axis.yaxis.set_major_formatter(style.THOUSANDS)
     _draw_memory(axis, shown, base)
     return figure
 
 
-def _draw_memory(axis: Axes, shown: pd.DataFrame, base: str) -> None:
-    """Draw all points with their names, and a line through those that none is leaner and faster of.
+def _doubling(low: float, high: float) -> list[float]:
+    """Return those of 1.5, 3, 6, 12, ... and of 0.75, 0.375, ... that lie between two bounds."""
+    first = math.ceil(math.log2(low / 1.5))
+    last = math.floor(math.log2(high / 1.5))
+    return [1.5 * 2.0**power for power in range(first, last + 1)]
 
-    The points of the line and of the headline are large, with black names.
+
+def _draw_memory(axis: Axes, shown: pd.DataFrame, base: str) -> None:
+    """Draw all points, and a line through those that none is leaner and faster of.
+
+    The points of the line and of the headline are large, and they alone have names.
     """
     front = shown.sort_values("samples_per_s", ascending=False)
     front = front[front["gib"] < front["gib"].cummin().shift(fill_value=math.inf)]
     told = shown["variant"].isin([*front["variant"], *tagged("headline")])
     colors = style.kinds(shown["variant"], base).map(style.KINDS)
-    sizes = np.where(told, 40, 14)
-    axis.scatter(shown["samples_per_s"], shown["gib"], s=sizes, color=colors, zorder=2)
+    looks = {"s": np.where(told, 40, 14), "alpha": np.where(told, 1.0, 0.5)}
+    axis.scatter(shown["samples_per_s"], shown["gib"], color=colors, zorder=2, **looks)
     # A step at each point of the front.
     x = front["samples_per_s"].repeat(2).to_numpy()[1:]
     y = front["gib"].repeat(2).to_numpy()[:-1]
     axis.plot(x, y, color=style.BLUE, linewidth=1, zorder=1)
     style.legend_of_kinds(axis, shown["variant"], base)
-    is_told = dict(zip(shown["variant"], told, strict=True))
-    names = [*zip(shown["samples_per_s"], shown["gib"], shown["variant"], strict=True)]
-    names.sort(key=lambda point: (not is_told[point[2]], point[0]))  # these choose places first
-    taken = [*(point[:2] for point in names), *along_curve(axis, x, y)]
-    name_beside(axis, names, taken, set(shown["variant"][~told]))
+    points = shown[told].sort_values("samples_per_s")
+    names = [*zip(points["samples_per_s"], points["gib"], points["variant"], strict=True)]
+    every_point = [*zip(shown["samples_per_s"], shown["gib"], strict=True)]
+    name_beside(axis, names, [*every_point, *along_curve(axis, x, y)])

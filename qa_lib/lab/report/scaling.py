@@ -186,9 +186,6 @@ def step_shares(lines: pd.DataFrame) -> pd.DataFrame:
     variant at the micro-batch at which it is quickest, and where two or more variants can be
     compared. They are sorted by batch, GPUs and the share that computes, the largest first.
 
-    What a GPU computes and waits is of other steps than the step's duration, so that the parts are
-    shares of their sum.
-
     Raises NotMeasured where no two variants have their waiting measured at one batch.
     """
     told = lines[evidence.is_parallel(lines["variant"])].dropna(subset=["step_ms", "waiting_ms"])
@@ -199,22 +196,31 @@ def step_shares(lines: pd.DataFrame) -> pd.DataFrame:
         raise evidence.NotMeasured(
             "no two variants for several GPUs have their waiting measured at one batch"
         )
-    is_pipeline = told["variant"].map(lambda name: VARIANTS[name].settings.parallel) == "pipeline"
-    not_waiting_ms = told["step_ms"] - told["waiting_ms"]
+    table = told[[*WHERE, "batch"]].join(shares_of(told))
+    order = ["batch", "world", "computing"]
+    return table.sort_values(order, ascending=[True, True, False], ignore_index=True)
+
+
+def shares_of(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return which share of a step each of PARTS takes, for lines of `scaling`, by their index.
+
+    What a GPU computes and waits is of other steps than the step's duration, so that the parts are
+    shares of their sum. They are NaN for a line of which step or waiting was not measured.
+    """
+    is_pipeline = lines["variant"].map(lambda name: VARIANTS[name].settings.parallel) == "pipeline"
+    not_waiting_ms = lines["step_ms"] - lines["waiting_ms"]
     # A pipeline's waiting was measured, and not what its stages compute.
-    computing_ms = told["busy_ms"].mask(is_pipeline).fillna(not_waiting_ms)
+    computing_ms = lines["busy_ms"].mask(is_pipeline).fillna(not_waiting_ms)
     parts = pd.DataFrame(
         {
             "computing": computing_ms,
-            "communicating": told["waiting_ms"].mask(is_pipeline),
-            "bubble": told["waiting_ms"].where(is_pipeline),
+            "communicating": lines["waiting_ms"].mask(is_pipeline),
+            "bubble": lines["waiting_ms"].where(is_pipeline),
             "idle": (not_waiting_ms - computing_ms).clip(lower=0.0),
         }
     ).fillna(0.0)
     shares = parts.div(parts.sum(axis="columns"), axis="index")
-    table = told[[*WHERE, "batch"]].join(shares)
-    order = ["batch", "world", "computing"]
-    return table.sort_values(order, ascending=[True, True, False], ignore_index=True)
+    return shares[not_waiting_ms.notna()].reindex(lines.index)
 
 
 def waiting_finding(shares: pd.DataFrame) -> str:
@@ -231,6 +237,15 @@ def waiting_finding(shares: pd.DataFrame) -> str:
 
 
 # Lines that are compared.
+
+
+# How many sizes of each kind are drawn, and told of.
+SHOWN: dict[Kind, int] = {"weak": 1, "strong": 2}
+
+
+def shown_sizes(lines: pd.DataFrame, kind: Kind) -> list[int]:
+    """Return those of the `common` sizes of a kind that a figure has a panel for."""
+    return common(lines, kind)[: SHOWN[kind]]
 
 
 def common(lines: pd.DataFrame, kind: Kind) -> list[int]:
@@ -256,36 +271,33 @@ def at(lines: pd.DataFrame, kind: Kind, size: int) -> pd.DataFrame:
 def speed_finding(lines: pd.DataFrame) -> str:
     """Return how much quicker the most GPUs are than one, as '4 GPUs train ×3.16 as fast as ...'.
 
-    It is told at as many samples a GPU and at as many in all, where either was measured. The
-    variant is the quickest with the tag `headline`, and the quickest of all without any of these.
+    It is told at as many samples a GPU and at as many in all, for each of the `shown_sizes` at
+    which that was measured. The variant is the quickest with the tag `headline`, and the quickest
+    of all without any of these.
 
     Raises NotMeasured without an efficiency.
     """
-    compared = {kind: _compared(lines, kind) for kind in ("weak", "strong")}
-    every = pd.concat(compared.values())
+    compared = [
+        (kind, size, _compared(lines, kind, size))
+        for kind in SHOWN
+        for size in shown_sizes(lines, kind)
+    ]
+    every = pd.concat([lines[:0], *(part for _, _, part in compared)])
     if every.empty:
         raise evidence.NotMeasured(
             "no variant was run on one GPU and on several at one batch, or at one batch a GPU"
         )
     of_headline = every[every["variant"].isin(tagged("headline"))]
     candidates = every if of_headline.empty else of_headline
-    variant = candidates.sort_values("speed")["variant"].iloc[-1]
+    variant, world = candidates.sort_values("speed")[["variant", "world"]].iloc[-1]
     gains = []
-    worlds = []
-    for kind, part in compared.items():
-        part = part[part["variant"] == variant]
-        if part.empty:
-            continue
-        line = part.iloc[-1]
-        gain = factor(line[kind] * line["world"])
-        if not gains:
-            gain += " as fast as one"
-        if kind == "weak":
-            gains.append(f"{gain} at {line['batch'] // line['world']} samples each")
-        else:
-            gains.append(f"{gain} at {line['batch']} in all")
-        worlds.append(line["world"])
-    return f"{worlds[0]} GPUs train {', '.join(gains)} ({variant})"
+    for kind, size, part in compared:
+        is_told = (part["variant"] == variant) & (part["world"] == world)
+        for efficiency in part.loc[is_told, kind]:
+            gain = factor(efficiency * world)
+            gains.append(f"{gain} at {size} {'samples each' if kind == 'weak' else 'in all'}")
+    gains[0] = gains[0].replace(" at", " as fast as one at", 1)
+    return f"{world} GPUs train {', '.join(gains)} ({variant})"
 
 
 def lost_sentence(lines: pd.DataFrame) -> str:
@@ -309,46 +321,45 @@ def lost_sentence(lines: pd.DataFrame) -> str:
     return f"By median steps, at {sizes[0]} samples each, {'; '.join(said)}."
 
 
-def _compared(lines: pd.DataFrame, kind: Kind) -> pd.DataFrame:
-    """Return the lines of several GPUs with an efficiency of a kind, at the first `common` size.
+def _compared(lines: pd.DataFrame, kind: Kind, size: int) -> pd.DataFrame:
+    """Return the lines of several GPUs with an efficiency of a kind, at one of its sizes.
 
     They are sorted by GPUs and speed.
     """
-    sizes = common(lines, kind)
-    if not sizes:
-        return lines[:0]
-    of_size = at(lines, kind, sizes[0])
+    of_size = at(lines, kind, size)
     compared = of_size[(of_size["world"] > 1) & of_size[kind].notna()]
     return compared.sort_values(["world", "speed"])
 
 
 def speed_table(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the speed of each variant on several GPUs as text, the quickest first.
+    """Return the speed of each variant on several GPUs as text, and how many times one GPU's it is.
 
     `lines` are those of `scaling`. They are compared at the samples a GPU that most variants have
-    run at. Memory, waiting and the speed over one GPU's are those on the most GPUs.
+    run at, and sorted by speed on as many GPUs as most have run on, the quickest first. Memory and
+    waiting are those on the most GPUs that a variant has run on.
 
     Raises NotMeasured where no variant was run on one GPU and on several.
     """
-    compared = _compared(lines, "weak")
-    if compared.empty:
+    sizes = common(lines, "weak")
+    if not sizes:
         raise evidence.NotMeasured("no variant has a speed on several GPUs beside its own on one")
+    compared = _compared(lines, "weak", sizes[0])
     quickest = compared.drop_duplicates(["variant", "world"], keep="last")
+    quickest = quickest.assign(gain=quickest["weak"] * quickest["world"])
+    speeds = quickest.pivot(index="variant", columns="world", values="speed")
+    gains = quickest.pivot(index="variant", columns="world", values="gain")
     on_most = quickest.drop_duplicates("variant", keep="last").set_index("variant")
-    table = quickest.pivot(index="variant", columns="world", values="speed")
-    worlds = list(table)
-    table = table.add_prefix("on_").assign(
-        gain=on_most["weak"] * on_most["world"],
-        gib=on_most["peak_mib"] / 1024,
-        waiting_ms=on_most["waiting_ms"],
-    )
-    table = table.sort_values([f"on_{world}" for world in reversed(worlds)], ascending=False)
+    table = speeds.add_prefix("speed_on_").join(gains.add_prefix("gain_on_"))
+    table["gib"] = on_most["peak_mib"] / 1024
+    table["waiting_ms"] = on_most["waiting_ms"]
+    by_variants = sorted(speeds, key=lambda world: (speeds[world].count(), world), reverse=True)
+    table = table.sort_values([f"speed_on_{world}" for world in by_variants], ascending=False)
     columns = [
         Column("variant"),
-        *(Column(f"on_{world}", f"samples/s on {world}") for world in worlds),
-        Column("gain", "× one GPU", factor),
-        Column("gib", "GiB a GPU"),
-        Column("waiting_ms", "waits ms"),
+        *(Column(f"speed_on_{world}", f"samples/s on {world}") for world in speeds),
+        *(Column(f"gain_on_{world}", f"× one GPU, on {world}", factor) for world in speeds),
+        Column("gib", "peak GiB a GPU, on the most"),
+        Column("waiting_ms", "waits ms, on the most"),
     ]
     return render(table.reset_index(), columns)
 

@@ -60,8 +60,8 @@ def fig_captured() -> Figure:
     end = one_by_one[-1] + durations[-1]
     busy = durations.sum() / (end - LAUNCH)
     title = (
-        f"Launched one by one, these kernels keep the GPU busy for {percent(busy)} of the time; "
-        "captured, for all of it"
+        f"In a made-up example, kernels launched one by one keep the GPU busy for {percent(busy)} "
+        "of the time; captured, for all of it"
     )
     note = "Schematic: a step of BERT-base has hundreds of kernels. White: waiting for the host."
     figure = style.new_figure(title, note, height=3.4)

@@ -1,4 +1,4 @@
-"""What people say for variants, models and cards.
+"""What people say for variants, models, data and cards.
 
 README.md and its first picture have these words, with a variant's name in brackets behind them.
 """
@@ -19,11 +19,63 @@ VARIANTS = {
     "E-t4-norm": "the stack for a T4, timed on another card",
 }
 
+# What other rungs of a ladder, and other Trainers, add to what they begin from. A picture has a
+# line for each, which is too short for the sentence of the variants table.
+RUNGS = {
+    "A0": "the Trainer, else as A1",
+    "A0-grouped": "the Trainer, samples by length",
+    "A2": "fused attention",
+    "A3": "torch.compile",
+    "A4-nb": "padding to the longest of a batch",
+    "A4": "samples by length",
+    "E-packed": "samples packed, no padding",
+    "E-adamw": "AdamW as one kernel",
+    "E-graph": "the step is one CUDA graph",
+    "E-bf16": "bf16, no loss scaling",
+    "E-masters": "bf16 over fp32 masters",
+    "E-qkv": "query, key, value together",
+    "E-dropout": "cheaper random bits",
+    "E-regions": "three layers compiled for all",
+    "E-varlen": "attention of our own",
+    "E-norm": "norms of our own",
+    "E-gelu": "GELU in fewer instructions",
+    "E-moments": "Adam's moments in bf16",
+    "E-fp8-all": "8 bits, gradients in 16",
+    "L1": "the unoptimized loop",
+    "L0": "the Trainer, else as L1",
+    "L0-sdpa": "the Trainer as most use it",
+    "L0-compile": "the compiled Trainer",
+    "L-bf16": "mixed precision",
+    "L-sdpa": "fused attention",
+    "L-compile": "torch.compile",
+    "L-adamw": "AdamW as one kernel",
+    "L-graph": "the step is one CUDA graph",
+    "L-masters": "bf16 over fp32 masters",
+    "L-dropout": "cheaper random bits",
+    "L-norm": "norms of our own",
+    "L-gelu": "GELU in fewer instructions",
+    "L-attention": "attention of our own",
+    "L-loss": "head and loss in parts",
+    "L-moments": "the full stack in 16 bits",
+    "L-fp8": "8 bits in feed-forward blocks",
+    "L-fp8-head": "8 bits, in the head too",
+    "L-plain": "an afternoon's plain PyTorch",
+    "L-plain-bf16": "plain PyTorch, all in bf16",
+    "L-searched": "plain PyTorch at its best",
+}
+
 MODELS = {
     "bert-base": "BERT-base",
     "bert-base-uncased": "BERT-base",
     "all-mpnet-base-v2": "MPNet-base",
     "minilm": "MiniLM",
+}
+
+# The folders of SQuAD v2 that records name.
+DATA = {
+    "squad": "SQuAD v2",
+    "squad-large": "SQuAD v2",
+    "squad_v2": "SQuAD v2",
 }
 
 
@@ -32,9 +84,20 @@ def variant(name: str) -> str:
     return f"{VARIANTS[name]} ({name})" if name in VARIANTS else name
 
 
+def rung(name: str) -> str:
+    """Return the label of a variant's bar: 'A2: fused attention'."""
+    words = VARIANTS.get(name) or RUNGS.get(name)
+    return f"{name}: {words}" if words else name
+
+
 def model(name: str) -> str:
     """Return a model as people write it, or its name in records."""
     return MODELS.get(name, name)
+
+
+def data(name: str) -> str:
+    """Return data as people call them, or their name in records."""
+    return DATA.get(name, name)
 
 
 def card(gpu: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import pandas as pd
 
 from qa_lib.lab.report import curves, evidence
-from qa_lib.lab.report.format import factor, gain, percent, points
+from qa_lib.lab.report.format import factor, gain, number, percent, points
 from qa_lib.lab.report.stats import BASELINE, LEVEL, equivalence
 from qa_lib.lab.report.summary import summary
 from qa_lib.lab.report.tables import Column, render
@@ -104,13 +104,13 @@ def _source_of_scores(judged: pd.DataFrame) -> str:
     means = evidence.numbers(base, columns).mean()
     if means.isna().any():
         raise evidence.NotMeasured(f"{BASELINE} has no F1")
-    share = percent(1 / (means["best"] - means["never_answering"]))
+    above = means["best"] - means["never_answering"]
     return (
         f'ΔF1: against {BASELINE} over equal seeds, at the best threshold for "no answer"; '
         f"{judged['model.name'].iloc[0]} on {judged['spec.n_train'].max():,.0f} samples, scored on "
-        f"{means['questions']:,.0f} questions (group {judged['group'].iloc[0]}). Never answering "
-        f"scores {points(means['never_answering'])} there and {BASELINE} {points(means['best'])}, "
-        f"so that 1 F1 is {share} of what {BASELINE} has learnt."
+        f"{means['questions']:,.0f} questions (group {judged['group'].iloc[0]}). {BASELINE} "
+        f"scores {points(means['best'])} there, which is {number(above)} above never answering "
+        f"({points(means['never_answering'])}): 1 F1 is {percent(1 / above)} of that."
     )
 
 
