@@ -42,13 +42,13 @@ from qa_lib.kernels.common import jit, launch, tl
 CHUNK = 64  # tokens; twice as many must be fewer than a byte has values
 # A row of `places` has a multiple of it, which every TILE divides; beyond the chunks it has zeros.
 CHUNKS_ALIGN = 32
-CHUNK_SUMS = {"COLUMNS": 128, "num_warps": 4}
+CHUNK_SUMS = {"COLUMNS": 64, "num_warps": 2}
 # ROWS are those of the table that a program has; TILE, how many chunks' sums it adds at a time;
 # SCANNED, how many entries of `places` it reads at a time to see which rows have tokens. A table
 # with more rows than there are tokens is mostly filled with zeros, and a program has several rows.
 # In others each row has many tokens, and a program has one row, for which it loads much at once.
-MOSTLY_EMPTY = {"ROWS": 16, "TILE": 16, "COLUMNS": 256, "SCANNED": 128, "num_warps": 4}
-MOSTLY_USED = {"ROWS": 1, "TILE": 32, "COLUMNS": 128, "SCANNED": 128, "num_warps": 4}
+MOSTLY_EMPTY = {"ROWS": 8, "TILE": 8, "COLUMNS": 256, "SCANNED": 128, "num_warps": 1}
+MOSTLY_USED = {"ROWS": 1, "TILE": 32, "COLUMNS": 64, "SCANNED": 128, "num_warps": 2}
 
 
 def embedding(ids: torch.Tensor, weight: torch.Tensor, padding: int | None) -> torch.Tensor:
@@ -210,7 +210,8 @@ def embedding_gradient_kernel(
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     in_width = column < WIDTH
     dtype: tl.constexpr = table_grad.dtype.element_ty
-    largest = tl.zeros([ROWS], tl.int32)
+    # Bit i of a row is set where tile i, or i + 64 and so on, has one of the row's tokens.
+    used_tiles = tl.zeros([ROWS], tl.int64)
     for begin in range(0, chunks, SCANNED):
         chunk = begin + tl.arange(0, SCANNED)
         place = tl.load(
@@ -218,21 +219,24 @@ def embedding_gradient_kernel(
             mask=(row < rows)[:, None] & (chunk < chunks),
             other=0,
         ).to(tl.int32)
-        largest = tl.maximum(largest, tl.max(place, 1))
-    is_empty = (largest == 0) & (row < rows)
+        in_tile = tl.max(tl.reshape(place, [ROWS, SCANNED // TILE, TILE]), 2) > 0
+        tile = begin // TILE + tl.arange(0, SCANNED // TILE)
+        used_tiles |= tl.sum(in_tile.to(tl.int64) << (tile % 64)[None, :], 1)
+    is_empty = (used_tiles == 0) & (row < rows)
     tl.store(
         table_grad + row[:, None] * WIDTH + column,
         tl.zeros([ROWS, COLUMNS], dtype),
         mask=is_empty[:, None] & in_width,
     )
-    at = tl.min(tl.where(largest > 0, number, ROWS))
+    at = tl.min(tl.where(used_tiles != 0, number, ROWS))
     while at < ROWS:
         used_row = program + at * programs
+        tiles = tl.sum(tl.where(number == at, used_tiles, 0))
         total = tl.zeros([COLUMNS], tl.float32)
         for begin in range(0, chunks, TILE):
-            chunk = begin + tl.arange(0, TILE)
-            place = tl.load(places + used_row * chunks + chunk).to(tl.int32)
-            if tl.max(place) > 0:
+            if (tiles >> (begin // TILE % 64)) & 1 != 0:
+                chunk = begin + tl.arange(0, TILE)
+                place = tl.load(places + used_row * chunks + chunk).to(tl.int32)
                 token = chunk * CHUNK + (place - 1) % CHUNK
                 element = token[:, None] * WIDTH + column
                 is_alone = ((place > 0) & (place <= CHUNK))[:, None] & in_width
@@ -240,4 +244,4 @@ def embedding_gradient_kernel(
                 alone = tl.load(grad + element, mask=is_alone, other=0.0).to(tl.float32)
                 total += tl.sum(alone + tl.load(sums + element, mask=is_sum, other=0.0), 0)
         tl.store(table_grad + used_row * WIDTH + column, total.to(dtype), mask=in_width)
-        at = tl.min(tl.where((largest > 0) & (number > at), number, ROWS))
+        at = tl.min(tl.where((used_tiles != 0) & (number > at), number, ROWS))

@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
-from qa_lib.lab.queue.plan_file import EvidencePlan, Group, takes_several
+from qa_lib.lab.queue.plan_file import EvidencePlan, Group
 from qa_lib.loaded import CODE
 from qa_lib.records.archive import Run, read_runs
 from qa_lib.records.record import DEFAULT_PRESET
@@ -24,8 +24,8 @@ HAS_RESULT = ("ok", "oom")
 # two.
 MOST_BETWEEN_S = 180
 # Seconds that a process takes beside the `wall_s` of its record, for its begin and its end. Not its
-# `notebook_s`: notebooks drew pictures as well, for up to six minutes. A cold process imports, and
-# one of several waits for torchrun and the others, which import as well.
+# `notebook_s`: notebooks drew pictures as well, for up to six minutes. A cold process imports,
+# and others are forked with what they import.
 START_S = 10
 COLD_START_S = 30
 
@@ -80,8 +80,7 @@ class Recorded:
     def _seconds_of_run(self, group: Group, variant: str) -> float:
         """Return the most that a like run took, whatever its code; the plan's guess without one."""
         like = [run.record["time"]["wall_s"] for run in self._like[_key(group, variant)]]
-        is_cold = group.cold or takes_several(variant)
-        start_s = COLD_START_S if is_cold else START_S
+        start_s = COLD_START_S if group.cold else START_S
         known = [wall_s + start_s for wall_s in like if wall_s is not None]
         return max(known, default=float(group.seconds))
 
