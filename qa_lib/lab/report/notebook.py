@@ -138,7 +138,7 @@ def _about_run(spec: Spec) -> str:
     ]
     least_capability = since(spec.settings)
     if least_capability:
-        sentences.append(f"On a GPU it takes compute capability {least_capability / 10} or newer.")
+        sentences.append(f"On a GPU it needs compute capability {least_capability / 10} or newer.")
     for note in spec.adjusted:
         sentences.append(f"Adjusted to this machine: {note}.")
     if spec.skip:
@@ -150,8 +150,8 @@ def advice(hardware: str) -> str:
     """Return how to train with what suits a machine; `hardware` is a spec's."""
     if hardware == "cpu":
         return (
-            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about ten "
-            "seconds a variant. In Colab, *Runtime, Change runtime type* gives one."
+            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about a "
+            "minute a variant. In Colab, *Runtime, Change runtime type* gives one."
         )
     return (
         f'**This card:** {hardware.upper()}. `variant = "recommended"` takes what suits it, and '
