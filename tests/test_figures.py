@@ -483,12 +483,12 @@ def test_a_run_is_drawn_with_its_loss_its_steps_and_where_timing_begins(tmp_path
     steps = [{"step": n, "loss": float(n), "lr": 0.1, "ms": 5.0 + n} for n in range(1, 41)]
     steps.append({"step": 41, "loss": None, "lr": 0.1, "ms": 5.0})  # is not drawn
     (folder / "steps.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
-    spec = {"variant": "A1", "preset": {"measure_from": 7}}
+    spec = {"variant": "A1", "hardware": "h100", "preset": {"measure_from": 7}}
     record = {"run_id": "A1-s0-x", "group": "g", "status": "ok", "spec": spec}
     failed = record | {"status": "oom", "spec": {**spec, "variant": "A2"}}
     figure = figures.fig_run([record, failed], tmp_path)
     left, right = figure.axes
-    assert style.title_of(figure) == "Each step of A1: its loss, and how long it took"
+    assert style.title_of(figure) == "Loss of the last 20 steps: A1 30.50"
     assert left.lines[0].get_ydata()[[0, 1, 39]].tolist() == [1.0, 1.5, 30.5]
     assert right.lines[0].get_ydata()[0] == 6.0
     assert right.lines[1].get_xdata() == [7, 7]
@@ -501,11 +501,12 @@ def test_of_one_run_each_no_figure_says_whose_loss_is_lower(tmp_path):
         folder = tmp_path / "g" / f"{variant}-s0-x"
         folder.mkdir(parents=True)
         (folder / "steps.jsonl").write_text('{"step": 1, "loss": 1.0, "ms": 5.0}\n')
-        spec = {"variant": variant, "preset": {"measure_from": 7}}
+        spec = {"variant": variant, "hardware": "cpu", "preset": {"measure_from": 7}}
         records.append({"run_id": folder.name, "group": "g", "status": "ok", "spec": spec})
     figure = figures.fig_run(records, tmp_path)
-    assert style.title_of(figure) == "Each step of A3 and D1: its loss, and how long it took"
+    assert style.title_of(figure) == "Loss of the last 20 steps: A3 1.00, D1 1.00"
     assert "shows nothing" in figure.get_supxlabel()
+    assert len(figure.axes) == 1, "a CPU's durations are not drawn"
 
 
 # Profiles, by their numbers alone.

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import re
+import sys
 from types import SimpleNamespace
 
 import pytest
 
+from qa_lib.data.examples import Example
 from qa_lib.lab.report import evidence, notebook
 from qa_lib.lab.report.evidence import load_runs
 from qa_lib.lab.report.notebook import (
@@ -17,7 +19,9 @@ from qa_lib.lab.report.notebook import (
     describe,
     family_table,
     finished,
+    first_questions,
     gains,
+    text_within_reach,
 )
 from qa_lib.lab.report.techniques import Source
 from qa_lib.spec.variants import FAMILIES, find_variant
@@ -42,6 +46,63 @@ def test_a_misspelt_parameter_stops_the_run():
 
 def test_a_parameter_of_the_notebook_passes():
     check_parameters(cells_with('variant = "A3"'))
+
+
+# Data.
+
+
+@pytest.fixture
+def vocabulary(monkeypatch):
+    """Says whether BERT's vocabulary is on this machine."""
+
+    def set_whether(is_there):
+        path = "vocab.txt" if is_there else None
+        monkeypatch.setattr(notebook, "try_to_load_from_cache", lambda *_: path)
+
+    return set_whether
+
+
+def test_without_data_within_reach_text_is_generated(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data, model, text = text_within_reach("", "")
+    assert (data, model) == ("", "")
+    assert text.startswith("**Generated text**")
+
+
+def test_a_folder_squad_is_within_reach(tmp_path, monkeypatch, vocabulary):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "squad").mkdir()
+    vocabulary(True)
+    assert text_within_reach("", "") == ("squad", "", "**Text:** squad.")
+
+
+def test_without_berts_vocabulary_each_word_is_a_token(vocabulary):
+    vocabulary(False)
+    data, model, text = text_within_reach("my/data", "")
+    assert (data, model) == ("my/data", "tiny")
+    assert text == (
+        "**Text:** data. BERT's vocabulary is not on this machine: each word counts as one token."
+    )
+
+
+def test_in_colab_squad_comes_from_the_hub(tmp_path, monkeypatch, vocabulary):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "google.colab", SimpleNamespace())
+    vocabulary(False)
+    assert text_within_reach("", "")[:2] == ("squad_v2", "")
+
+
+def test_the_first_question_of_each_kind_is_shown_with_its_paragraph():
+    examples = [
+        Example("1", "t", "who ?", "alice came", (("alice", 0), ("alice came", 0))),
+        Example("2", "t", "what ?", "alice came", (("alice", 0),)),
+        Example("3", "t", "where ?", "bob left"),
+    ]
+    text = first_questions(examples)
+    assert "| who ? | alice came | alice / alice came |" in text
+    assert "| where ? | bob left | (no answer) |" in text
+    assert "what ?" not in text
+    assert "where ?" not in first_questions(examples[:2])
 
 
 # The machine.

@@ -201,7 +201,7 @@ def test_a_block_on_two_gpus_is_left_out_where_there_is_one(path, capsys):
 
 
 def test_the_example_of_a_block_on_two_gpus_is_one(path):
-    page = (ROOT / "docs" / "overnight.md").read_text()
+    page = (ROOT / "docs" / "evidence.md").read_text()
     example = page.partition("```toml\n")[2].partition("```")[0]
     path.write_text(f'cards = ["h200"]\n{example}')
     assert read_plan(path).groups[0].world == 2

@@ -53,6 +53,7 @@ def test_a_command_of_the_readme_is_one_that_exists(words):
     whole = {
         "pip install .",
         "pip install .[notebooks,adapters]",
+        "pip install -U torchao",
         "pip install git+https://github.com/YOUR-FORK",
         ". .venv/bin/activate",
     }  # the environment that make has made

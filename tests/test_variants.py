@@ -301,7 +301,7 @@ def test_our_attention_takes_a_newer_gpu_than_our_other_kernels():
 
 def test_a_notebook_says_which_generation_a_variant_takes():
     said = describe(planned("E-varlen", machine=H200))
-    assert "On a GPU it takes compute capability 8.0 or newer." in said
+    assert "On a GPU it needs compute capability 8.0 or newer." in said
 
 
 # Presets.

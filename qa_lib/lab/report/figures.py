@@ -224,7 +224,8 @@ def _gains(shown: pd.DataFrame) -> list[str]:
 def fig_run(records: list[dict], runs: str | Path) -> Figure:
     """Draw the loss and the duration of each optimizer step of runs below the folder `runs`.
 
-    The loss is its mean over 20 steps. A dashed line marks the step from which a run was timed.
+    The loss is its mean over 20 steps. A dashed line marks the step from which a run was timed. A
+    CPU's durations are those of whatever else it does, and are not drawn.
 
     Raises NotMeasured for runs that took no step.
     """
@@ -237,20 +238,31 @@ def fig_run(records: list[dict], runs: str | Path) -> Figure:
         raise NotMeasured(
             "; ".join(f"{record['run_id']} is {record['status']}" for record in records)
         )
-    title = f"Each step of {' and '.join(logs)}: its loss, and how long it took"
+    losses = {name: log["loss"].rolling(20, min_periods=1).mean() for name, log in logs.items()}
+    at_the_end = [f"{name} {loss.iloc[-1]:.2f}" for name, loss in losses.items()]
+    title = f"Loss of the last 20 steps: {', '.join(at_the_end)}"
     note = "One run of each: a difference of their losses at the end shows nothing."
     figure = style.new_figure(title, note if len(logs) > 1 else "", height=3.2)
-    left, right = figure.subplots(1, 2)
+    spec = records[0]["spec"]
+    has_times = spec["hardware"] != "cpu"
+    axes = figure.subplots(1, 2 if has_times else 1, squeeze=False)[0]
     looks = style.strokes(logs, BASELINES[VARIANTS[next(iter(logs))].task])
     for name, log in logs.items():
-        mean_loss = log["loss"].rolling(20, min_periods=1).mean()
-        left.plot(log["step"], mean_loss, label=name, **looks[name])
-        right.plot(log["step"], log["ms"], **looks[name])
-    timed_from = records[0]["spec"]["preset"]["measure_from"]
-    right.axvline(timed_from, color="0.4", linestyle="--", linewidth=1)
-    left.set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")
-    right.set(
+        axes[0].plot(log["step"], losses[name], label=name, **looks[name])
+    axes[0].set(xlabel="optimizer step", ylabel="training loss, mean of 20 steps")
+    axes[0].legend(fontsize=8)
+    if has_times:
+        _draw_durations(axes[1], logs, looks, spec["preset"]["measure_from"])
+    return figure
+
+
+def _draw_durations(
+    axis: Axes, logs: dict[str, pd.DataFrame], looks: dict[str, dict], timed_from: int
+) -> None:
+    """Draw how long each step of some runs took, and from which step on they were timed."""
+    for name, log in logs.items():
+        axis.plot(log["step"], log["ms"], **looks[name])
+    axis.axvline(timed_from, color="0.4", linestyle="--", linewidth=1)
+    axis.set(
         xlabel="optimizer step (timed right of the dashed line)", ylabel="step in ms", yscale="log"
     )
-    left.legend(fontsize=8)
-    return figure

@@ -6,12 +6,14 @@ Text is Markdown.
 import contextlib
 import json
 import re
+import sys
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pandas as pd
+from huggingface_hub import try_to_load_from_cache
 
 from qa_lib.errors import UnknownName, nearest
 from qa_lib.lab.report import evidence
@@ -30,6 +32,7 @@ from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import BASELINES, VARIANTS, find_family
 
 if TYPE_CHECKING:  # it imports transformers, which takes seconds
+    from qa_lib.data.examples import Example
     from qa_lib.data.load import Data
 
 SHOWN = 5  # questions whose answers are shown
@@ -57,6 +60,42 @@ def check_parameters(cells: Sequence[str]) -> None:
 def _assigned_names(cell: str) -> list[str]:
     """Return the names to which a cell of plain assignments gives values."""
     return re.findall(r"^(\w+) = ", cell, re.MULTILINE)
+
+
+# Data.
+
+
+def text_within_reach(data: str, model: str) -> tuple[str, str, str]:
+    """Return data and a model whose vocabulary cuts them, and a sentence on them in Markdown.
+
+    Where no `data` are named they are real if they can be had: a folder `squad` in the current one,
+    in Colab SQuAD v2 of the hub; else "", for generated text. Where no `model` is named and BERT's
+    vocabulary cannot be had, it is "tiny".
+    """
+    online = "google.colab" in sys.modules
+    if not data and Path("squad").is_dir():
+        data = "squad"
+    elif not data and online:
+        data = "squad_v2"
+    if not data:
+        text = "**Generated text**: for real one put SQuAD's files into a folder `squad/`."
+        return data, model, text
+    text = f"**Text:** {Path(data).name}."
+    if not (model or online or try_to_load_from_cache("bert-base-uncased", "vocab.txt")):
+        model = "tiny"
+        text += " BERT's vocabulary is not on this machine: each word counts as one token."
+    return data, model, text
+
+
+def first_questions(examples: Sequence["Example"]) -> str:
+    """Return the first question that has an answer and the first that has none, with paragraphs."""
+    rows = []
+    for impossible in (False, True):
+        first = next((one for one in examples if one.impossible == impossible), None)
+        if first:
+            gold = " / ".join(dict(first.answers)) or NO_ANSWER
+            rows.append((first.question, first.context, gold))
+    return markdown(pd.DataFrame(rows, columns=["question", "paragraph", "gold"]))
 
 
 # A variant.
@@ -99,7 +138,7 @@ def _about_run(spec: Spec) -> str:
     ]
     least_capability = since(spec.settings)
     if least_capability:
-        sentences.append(f"On a GPU it takes compute capability {least_capability / 10} or newer.")
+        sentences.append(f"On a GPU it needs compute capability {least_capability / 10} or newer.")
     for note in spec.adjusted:
         sentences.append(f"Adjusted to this machine: {note}.")
     if spec.skip:
@@ -111,8 +150,8 @@ def advice(hardware: str) -> str:
     """Return how to train with what suits a machine; `hardware` is a spec's."""
     if hardware == "cpu":
         return (
-            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about ten "
-            "seconds a variant. In Colab, *Runtime, Change runtime type* gives one."
+            "**No GPU here.** Stay at preset `smoke`: a tiny model on generated text, about a "
+            "minute a variant. In Colab, *Runtime, Change runtime type* gives one."
         )
     return (
         f'**This card:** {hardware.upper()}. `variant = "recommended"` takes what suits it, and '

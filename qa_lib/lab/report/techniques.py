@@ -221,8 +221,8 @@ def half_precision():
     "none",
     how=(
         "Where kernels of our own are nearly all of a step, there is little left for a compiler, "
-        "and the step is captured as it is. Only these kernels are compiled, several at a time, "
-        "so that the first step comes 10 to 15 s sooner; each further step takes 1 % longer."
+        "and the step is captured as it is. Only these kernels are compiled, several at a time, so "
+        "that the first step comes some 8 s sooner; each further step takes less than 1 % longer."
     ),
     yours="model = speed_up(model)  # from qa_lib; and no torch.compile",
 )
