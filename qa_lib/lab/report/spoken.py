@@ -3,7 +3,12 @@
 README.md and its first picture have these words, with a variant's name in brackets behind them.
 """
 
+import textwrap
+
 from qa_lib.lab.report.facts import cards
+from qa_lib.spec import variants
+
+RUNG_LETTERS = 45  # of a bar's label, at most, where they are a variant's own sentence
 
 VARIANTS = {
     "A1": "the unoptimized loop",
@@ -85,8 +90,13 @@ def variant(name: str) -> str:
 
 
 def rung(name: str) -> str:
-    """Return the label of a variant's bar: 'A2: fused attention'."""
+    """Return the label of a variant's bar: 'A2: fused attention'.
+
+    One without words here has those of its own `why`.
+    """
     words = VARIANTS.get(name) or RUNGS.get(name)
+    if not words and name in variants.VARIANTS:
+        words = textwrap.shorten(variants.VARIANTS[name].why, RUNG_LETTERS, placeholder=" ...")
     return f"{name}: {words}" if words else name
 
 
