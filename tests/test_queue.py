@@ -1,7 +1,10 @@
 """A plan of evidence: read from its file, resumed from records, and run in blocks or GPU by GPU."""
 
+import dataclasses
 import datetime
 import functools
+import json
+import re
 import shutil
 import time
 from pathlib import Path
@@ -277,6 +280,14 @@ def test_runs_of_two_sittings_are_no_block(after, plan, tmp_path):
     assert ("speed", 0, ("A1", "A2")) in missing_of(plan, tmp_path)
 
 
+@pytest.mark.parametrize(("codes", "counts"), [((), False), (("abc",), True), (("abd",), False)])
+def test_records_of_an_earlier_code_count_where_the_plan_names_it(codes, counts, plan, tmp_path):
+    plan = dataclasses.replace(plan, codes=codes)
+    leave_run(tmp_path, "A1", 2, digest="abcdef")
+    single = units_of(plan.groups)[-2]
+    assert bool(Recorded(plan, "cpu", tmp_path).results(single)) == counts
+
+
 def test_a_single_run_counts_whenever_it_was_made(plan, tmp_path):
     leave_run(tmp_path, "A2", 2)
     leave_run(tmp_path, "A1", 2, after=1e6)
@@ -459,6 +470,29 @@ def test_a_run_is_ended_when_the_time_is_over_and_its_block_is_not_archived(queu
     assert not (queue.runs / "cpu-test.jsonl").exists()
 
 
+def test_the_runs_of_a_block_that_was_broken_off_are_archived_and_do_not_count(queue):
+    def stop(spec, entry):
+        raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(verb, "_tell", stop)
+        queue.run("--groups", "speed", code=130)
+    lines = (queue.runs / "cpu-test.jsonl").read_text().splitlines()
+    assert [json.loads(line)["spec"]["variant"] for line in lines] == ["A1"]
+    again = queue.run("--groups", "speed")
+    assert again == [f"{name} seed {seed}" for seed in (0, 1) for name in ("A1", "A2")]
+
+
+def test_a_run_is_told_with_its_speed(queue):
+    queue.run("--groups", "quality")
+    assert re.search(r"A1 seed 2, .*ok, .*, [0-9,]+ samples/s\n", queue.said.out)
+
+
+def test_groups_are_run_in_the_order_in_which_they_are_named(queue):
+    named = queue.run("--groups", "quality", "speed")
+    assert named[:3] == ["A1 seed 2", "A2 seed 2", "A1 seed 0"]
+
+
 def test_a_stopped_command_loses_nothing_that_was_finished(queue, monkeypatch, tmp_path):
     ended = []
 
@@ -474,8 +508,7 @@ def test_a_stopped_command_loses_nothing_that_was_finished(queue, monkeypatch, t
         queue.run("--groups", "quality", "--copy-to", str(copies), code=130)
     shutil.rmtree(queue.runs)
     shutil.copytree(copies, queue.runs)
-    (missing,) = {"A1", "A2"} - {ended[0]}
-    assert queue.run("--groups", "quality") == [f"{missing} seed 2"]
+    assert queue.run("--groups", "quality") == []
 
 
 def test_a_record_says_how_long_the_process_of_its_run_took(queue):

@@ -132,6 +132,10 @@ class EvidencePlan:
     groups: Annotated[list[Group], Field(min_length=1)]
     """In the order in which they are made."""
 
+    codes: tuple[Text, ...] = ()
+    """Digests of earlier code, or their beginnings, whose records count beside those of the code at
+    hand: it computed the same."""
+
 
 def takes_several(variant: str) -> bool:
     """Return whether a variant is trained by several processes, one a GPU."""

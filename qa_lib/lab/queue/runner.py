@@ -1,7 +1,8 @@
-"""Units of a plan at work: each run in a process of its own, and archived once its unit is whole.
+"""Units of a plan at work: each run in a process of its own, and archived as soon as it ends.
 
 A host with GPUs may be rented for minutes, and begins bare. So no run goes on beyond the end of the
-time that was given, and what is whole is in an archive before the next unit begins.
+time that was given, and what has ended is in an archive before the next run begins: the runs of a
+block that is broken off later are no block, and measured all the same.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import io
 import math
 import subprocess
 import time
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
@@ -19,9 +19,9 @@ from qa_lib.lab.launch.cold import empty_caches
 from qa_lib.lab.launch.local import Launcher
 from qa_lib.lab.launch.warm import Forked
 from qa_lib.lab.queue.plan_file import EvidencePlan
-from qa_lib.lab.queue.units import HAS_RESULT, Recorded, Unit
+from qa_lib.lab.queue.units import HAS_RESULT, Unit
 from qa_lib.records import record
-from qa_lib.records.archive import Run, say_left_out, steps_path, write_archive
+from qa_lib.records.archive import Run, read_runs, say_left_out, steps_path, write_archive
 from qa_lib.records.files import write_atomically
 from qa_lib.spec.spec import Spec
 
@@ -67,7 +67,7 @@ class TimedLauncher(Launcher):
 
 
 class Archives:
-    """The archives of a plan's groups on a card, which get each unit once it is whole."""
+    """The archives of a plan's groups on a card, which get each run once it has ended."""
 
     def __init__(self, plan: EvidencePlan, card: str, runs: Path, copies: Path | None):
         """`runs` is the folder of runs and archives; `copies` one that gets a copy of what changes,
@@ -77,20 +77,22 @@ class Archives:
         self.runs = runs
         self.copies = copies
 
-    def keep(self, units: list[Unit]) -> Recorded:
-        """Archive the runs in folders of those units that are whole; return what is recorded."""
-        recorded = Recorded(self.plan, self.card, self.runs)
-        in_folders: dict[str, list[Run]] = defaultdict(list)
-        for unit in units:
-            for run in recorded.results(unit):
-                if run.folder is not None:
-                    in_folders[run.record["group"]].append(run)
-        for name, runs in in_folders.items():
-            self._write(name, runs)
-        return recorded
+    def keep_all(self) -> None:
+        """Archive the runs of the plan's groups that are in folders and have a result."""
+        for name in sorted({group.runs_group(self.card) for group in self.plan.groups}):
+            runs = [run for run in read_runs(self.runs, name) if run.folder is not None]
+            self._write(name, [run for run in runs if run.record["status"] in HAS_RESULT])
+
+    def keep(self, spec: Spec) -> None:
+        """Archive the run of a spec, if it has a result."""
+        group, run_id = spec.run_path.parts
+        runs = [run for run in read_runs(self.runs, group) if run.key == (group, run_id)]
+        self._write(group, [run for run in runs if run.record["status"] in HAS_RESULT])
 
     def _write(self, name: str, runs: list[Run]) -> None:
-        """Add runs to the archive of a group, and copy it."""
+        """Add runs to the archive of a group, and copy it; nothing without runs."""
+        if not runs:
+            return
         path = self.runs / f"{name}.jsonl"
         unread = []
         # It prints which runs have several lines: those that older code made as well.
@@ -107,17 +109,16 @@ class Archives:
 def run_units(
     specs: dict[Unit, list[Spec]], launcher: TimedLauncher, archives: Archives, tell: Tell
 ) -> list[dict]:
-    """Run units, archive each that is whole, and return the records of their runs.
+    """Run units, archive each run that ends with a result, and return the records of all.
 
     The units are what `next_units` returns: a block, which ends at its first run without a result,
     or single runs.
     """
-    unit_of = {spec.run_path: unit for unit in specs for spec in specs[unit]}
     in_order = [spec for unit in specs for spec in specs[unit]]
 
     def ended(spec: Spec, entry: dict) -> None:
+        archives.keep(spec)
         tell(spec, entry)
-        archives.keep([unit_of[spec.run_path]])
 
     if not any(unit.group.alone for unit in specs):
         return launcher.run_all(in_order, ended)

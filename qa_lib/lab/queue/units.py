@@ -1,8 +1,8 @@
 """What of a plan of evidence is recorded, and which of its runs come next.
 
 Records count where they are of the card at hand and of the code that this process has loaded, by
-its digest (loaded.py). They are told by the names of data and model, so that the state of a plan
-is known without either.
+its digest (loaded.py), or of one that the plan says computed the same. They are told by the names
+of data and model, so that the state of a plan is known without either.
 """
 
 import dataclasses
@@ -55,6 +55,7 @@ class Recorded:
     """The records of a plan on one of its cards, in folders and archives below a runs folder."""
 
     def __init__(self, plan: EvidencePlan, card: str, runs: Path):
+        self._codes = CODE.digest, *plan.codes
         self._like: dict[tuple, list[Run]] = defaultdict(list)
         for name in sorted({group.runs_group(card) for group in plan.groups}):
             for run in read_runs(runs, name):
@@ -68,10 +69,20 @@ class Recorded:
         runs = []
         for variant in unit.variants:
             like = self._like[_key(unit.group, variant)]
-            runs += [run for run in like if _counts(run, unit.seed)]
+            runs += [run for run in like if self._counts(run, unit.seed)]
         if len(runs) < len(unit.variants) or not _are_in_turn(runs):
             return []
         return runs
+
+    def _counts(self, run: Run, seed: int) -> bool:
+        """Return whether a run is of that seed and of a code that counts, and has its result."""
+        entry = run.record
+        digest = entry["code"]["digest"] or ""
+        return (
+            entry["spec"]["seed"] == seed
+            and digest.startswith(self._codes)
+            and entry["status"] in HAS_RESULT
+        )
 
     def seconds(self, unit: Unit) -> float:
         """Return how long a unit's processes take, one after the other."""
@@ -100,16 +111,6 @@ def _key_of_run(run: Run) -> tuple:
     names = run.record["model"]["name"], run.record["data"]["name"]
     preset = {name: spec["preset"][name] for name in DEFAULT_PRESET}
     return spec["variant"], *counts, *names, tuple(preset.items())
-
-
-def _counts(run: Run, seed: int) -> bool:
-    """Return whether a run is of that seed and of the code of this process, and has its result."""
-    entry = run.record
-    return (
-        entry["spec"]["seed"] == seed
-        and entry["code"]["digest"] == CODE.digest
-        and entry["status"] in HAS_RESULT
-    )
 
 
 def _are_in_turn(runs: list[Run]) -> bool:

@@ -53,7 +53,8 @@ def main(args: argparse.Namespace) -> int:
     if card not in plan.cards:
         raise UserError(f"{args.plan} is a plan for {' and '.join(plan.cards)}, and this is {card}")
     archives = Archives(plan, card, args.runs, args.copy_to)
-    recorded = archives.keep(units_of(groups))
+    archives.keep_all()
+    recorded = Recorded(plan, card, args.runs)
     specs = Specs(args.data, args.model, machine, args.runs)
     missing = [
         unit
@@ -93,14 +94,12 @@ def main(args: argparse.Namespace) -> int:
 
 
 def _groups_asked(plan: EvidencePlan, names: list[str] | None) -> list[Group]:
-    """Return the groups that were named, in the order of the plan; all where none was.
+    """Return the groups that were named, in that order; all of the plan's where none was.
 
     Raises UnknownName.
     """
     by_name = {group.name: group for group in plan.groups}
-    for name in names or []:
-        find("group", name, by_name)
-    return [group for group in plan.groups if not names or group.name in names]
+    return [find("group", name, by_name) for name in dict.fromkeys(names or by_name)]
 
 
 def _gpus_for(machine: Machine, group: Group) -> list[int] | None:
@@ -116,8 +115,12 @@ def _gpus_for(machine: Machine, group: Group) -> list[int] | None:
 
 
 def _tell(spec: Spec, entry: dict) -> None:
-    """Print how a run has ended."""
-    print(f"{time.strftime('%H:%M')} {outcome_line(spec, entry)}", flush=True)
+    """Print how a run has ended, and how fast it was."""
+    line = f"{time.strftime('%H:%M')} {outcome_line(spec, entry)}"
+    speed = entry["speed"]["samples_per_s"]
+    if speed is not None:
+        line += f", {speed:,.0f} samples/s"
+    print(line, flush=True)
 
 
 # Specs of what is planned.
