@@ -4,7 +4,6 @@ import dataclasses
 import datetime
 import functools
 import json
-import re
 import shutil
 import time
 from pathlib import Path

@@ -21,6 +21,7 @@ VARIANTS = {
     "E-uncompiled": "the full stack in 16 bits",
     "E-fp8-uncompiled": "the full stack, partly in 8 bits",
     "E-fp8-gradients": "the full stack in 8 bits",
+    "E-fp8-rounded": "the same without masters, moments in 8 bits",
     "E-t4-norm": "the stack for a T4, timed on another card",
 }
 
