@@ -320,8 +320,8 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
     is nothing to show.
 
     With a folder `save`, a figure is kept as <save>/<group>/<name>.png. The first of the sources is
-    then a DataFrame of that group's runs. Without `name` the file is named as the function, less
-    `fig_`.
+    then a DataFrame of that group's runs, and perhaps of others' after them. Without `name` the
+    file is named as the function, less `fig_`.
     """
     from IPython import display  # notebooks have it; the command line need not
 
@@ -338,9 +338,11 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
         if save:
             runs = sources[0]
             name = name or make.__name__.removeprefix("fig_")
-            path = Path(save, runs["group"].iloc[0], f"{name}.png")
+            path = Path(save, kept["group"], f"{name}.png")
             writable_folder(path.parent)
-            write_atomically(path, png(made, Records=digest(runs)))
+            # Runs of other groups are told by the page that has the figure.
+            of_group = runs[runs["group"] == kept["group"]]
+            write_atomically(path, png(made, Records=digest(of_group)))
             kept["file"] = path.as_posix()
         return display.Image(
             png(made, NOTEBOOK_DPI),
