@@ -1,11 +1,13 @@
 """What the techniques give in one's own training: `python -m qa_lib.own.bench --task pairs`.
 
-Ways to train the same model on the same samples are timed in turns, round after round, so that a
-card that grows warm or is shared with others does not favour one of them. Each measurement prints a
-line of JSON, and a table of medians comes last; stderr says which way is at work. Ctrl-C ends it
-with what has been measured, and a way that fails leaves the others their turns. Weights and tokens
-are random; the lengths are like those of the task's data, and a label is what a sample's first
-token says, so that losses fall.
+Ways to train the same model on the same samples are timed in turns, round after round, each in a
+process of its own (bench_turns.py). Each measurement prints a line of JSON, and a table of medians
+comes last; stderr says which way is at work. With `--out FILE` the lines are appended to a file as
+well, and what it has of this card, code and these settings is not measured again. `--within` is a
+limit in seconds: what would not end in time is not begun, and what has not ended by then is
+stopped. Ctrl-C ends it with what has been measured, and a way that fails leaves the others their
+turns. Weights and tokens are random; the lengths are like those of the task's data, and a label is
+what a sample's first token says, so that losses fall.
 
 The ways, in BF16 where the device is a GPU:
 
@@ -19,6 +21,10 @@ The ways, in BF16 where the device is a GPU:
 - masters: both, with weights in bf16 and MasterAdamW;
 - all: that, as one CUDA graph;
 - fast-trainer: FastTrainer with all of it.
+
+Beside the library's own training of answers (E-uncompiled) a fair comparison is of tokens a second
+without padding, at paragraphs, BERT-base and 32 samples: lengths are alike, but not equal, and so
+is the work, but for the head. docs/own-code.md has it where both were measured on one card.
 """
 
 import argparse
@@ -29,11 +35,14 @@ import statistics
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from multiprocessing.connection import Connection
+from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from torch.utils.data import DataLoader, Sampler
 from transformers import (
     AutoModelForSequenceClassification,
@@ -48,6 +57,21 @@ from transformers import (
 )
 
 from qa_lib.data.batches import ROUND_TUNED, round_up
+from qa_lib.errors import UserError
+from qa_lib.loaded import CODE
+from qa_lib.own.bench_turns import (
+    DEVICE,
+    LEAD_IN,
+    Measured,
+    TimeIsUp,
+    Turns,
+    Way,
+    WayFailed,
+    append_line,
+    expected_setup_s,
+    lines_of,
+    matching,
+)
 from qa_lib.own.graphed_step import GraphedStep
 from qa_lib.own.packed_model import Rooted, take_packed
 from qa_lib.own.packing import IGNORED, PackedCollator, pack
@@ -83,8 +107,9 @@ EXAMPLE = """\
 examples, which take a BERT-base where there is a GPU: all ways, and two of them in one round
   python -m qa_lib.own.bench --task paragraphs
   python -m qa_lib.own.bench --task pairs --ways loop all --rounds 1
+within ten minutes, into a file; the same line again goes on where this one stopped
+  python -m qa_lib.own.bench --task pairs --out own-bench.jsonl --within 570
 """
-DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def drawn_samples(task: str, count: int, words: int) -> list[dict]:
@@ -115,58 +140,6 @@ def padded(samples: list[dict], multiple: int = 1) -> dict[str, torch.Tensor]:
         batch["attention_mask"].append([1] * length + [0] * missing)
         batch["labels"].append(labels + [IGNORED] * missing if isinstance(labels, list) else labels)
     return {name: torch.tensor(rows) for name, rows in batch.items()}
-
-
-class Measured:
-    """The speed and the losses of a training from the step after `warm_up` on."""
-
-    def __init__(self, warm_up: int, batch: int):
-        self.warm_up = warm_up
-        self.batch = batch
-        self.steps = 0
-        self.losses = []
-        self.mean_loss: float | None = None
-        self.begun = self._now()  # where there is no warm-up
-
-    def step(self, loss: torch.Tensor | None = None) -> None:
-        """Count a step that has been done."""
-        self.steps += 1
-        if loss is not None:
-            self.losses.append(loss)
-        if self.steps == self.warm_up:
-            self.begun = self._now()
-
-    @property
-    def timed_steps(self) -> int:
-        """How many steps have been timed."""
-        return max(0, self.steps - self.warm_up)
-
-    def result(self) -> dict:
-        """Return samples a second, the peak of memory, and what is known of the losses.
-
-        That is their means at both ends of a loop, or the mean of all of a Trainer's.
-        """
-        seconds = self._now() - self.begun
-        on_gpu = DEVICE.type == "cuda"
-        peak = torch.cuda.max_memory_reserved() / 2**30 if on_gpu else None
-        result = {
-            "samples_per_s": self.timed_steps * self.batch / seconds,
-            "steps": self.timed_steps,
-            "reserved_gib": peak,
-        }
-        if self.mean_loss is not None:
-            result["mean_loss"] = self.mean_loss
-        if self.losses:
-            losses = torch.stack(self.losses).float()
-            result["first_loss"] = losses[:10].mean().item()
-            result["last_loss"] = losses[-10:].mean().item()
-        return result
-
-    def _now(self) -> float:
-        """Return the time when the device has done all that it was given."""
-        if DEVICE.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter()
 
 
 # Loops of one's own.
@@ -243,20 +216,21 @@ def time_trainer(
     make: Callable,
     model: PreTrainedModel,
     samples: list[dict],
-    arguments: argparse.Namespace,
+    batch: int,
+    steps: int,
     measured: Measured,
     collator: Callable = padded,
     **options,
 ) -> None:
-    """Train by a Trainer that `make` makes, which `measured` counts.
+    """Train by a Trainer that `make` makes, for a warm-up and so many steps.
 
-    `options` are of the Trainer's arguments.
+    `measured` counts them. `options` are of the Trainer's arguments.
     """
     with tempfile.TemporaryDirectory() as folder:
         training = TrainingArguments(
             folder,
-            max_steps=measured.warm_up + arguments.steps,
-            per_device_train_batch_size=arguments.batch,
+            max_steps=measured.warm_up + steps,
+            per_device_train_batch_size=batch,
             learning_rate=RATE,
             max_grad_norm=CLIP,
             use_cpu=DEVICE.type == "cpu",
@@ -275,7 +249,7 @@ def time_trainer(
             callbacks=[_Steps(measured)],
         )
         trainer.remove_callback(PrinterCallback)
-        measured.mean_loss = trainer.train().training_loss
+        trainer.train()
 
 
 def batches_of_each_length(samples: list[dict], batch: int) -> list[int]:
@@ -321,13 +295,17 @@ class _WarmTrainer(Trainer):
 def time_tuned_trainer(
     model: PreTrainedModel,
     samples: list[dict],
-    arguments: argparse.Namespace,
+    batch: int,
+    steps: int,
     measured: Measured,
     **options,
 ) -> None:
-    """Train by the tuned Trainer, which `measured` counts, all padded lengths in the warm-up."""
-    first = batches_of_each_length(samples, arguments.batch)
-    measured.warm_up += len(first) // arguments.batch
+    """Train by the tuned Trainer, with all padded lengths in the warm-up, and so many steps.
+
+    `measured` counts them.
+    """
+    first = batches_of_each_length(samples, batch)
+    measured.warm_up += len(first) // batch
 
     def make(*args, **more):
         trainer = _WarmTrainer(*args, **more)
@@ -338,7 +316,8 @@ def time_tuned_trainer(
         make,
         model,
         samples,
-        arguments,
+        batch,
+        steps,
         measured,
         functools.partial(padded, multiple=ROUND_TUNED),
         bf16=True,
@@ -352,24 +331,25 @@ def time_tuned_trainer(
 # The ways.
 
 
-def train_by(way: str, arguments: argparse.Namespace, measured: Measured) -> None:
-    """Train by a way, which `measured` counts."""
+def train_by(way: str, arguments: argparse.Namespace, steps: int, measured: Measured) -> None:
+    """Train by a way, for a warm-up and so many steps, which `measured` counts."""
     torch.manual_seed(0)
     config = SIZES[arguments.size]
-    config._attn_implementation = "sdpa"  # which an earlier way has changed
+    config._attn_implementation = "sdpa"  # which another way in this process has changed
     samples = drawn_samples(arguments.task, arguments.samples, config.vocab_size)
     model = TASKS[arguments.task][0].from_config(config).to(DEVICE).train()
     capture = DEVICE.type == "cuda"
     workers = TUNED if DEVICE.type == "cuda" else {}
+    work = (model, samples, arguments.batch, steps, measured)
     if way == "trainer":
-        time_trainer(Trainer, model, samples, arguments, measured)
+        time_trainer(Trainer, *work)
         return
     if way == "trainer-tuned":
-        time_tuned_trainer(model, samples, arguments, measured, **workers)
+        time_tuned_trainer(*work, **workers)
         return
     if way == "fast-trainer":
         make = functools.partial(FastTrainer, cuda_graph=capture, say=quiet)
-        time_trainer(make, model, samples, arguments, measured, bf16=True, **workers)
+        time_trainer(make, *work, bf16=True, **workers)
         return
     if way == "packing":
         take_packed(model, Rooted(model))
@@ -382,7 +362,15 @@ def train_by(way: str, arguments: argparse.Namespace, measured: Measured) -> Non
         step = plain_step(model)
     is_packed = way not in ("loop", "speed_up")
     loader = loader_of(samples, arguments.batch, is_packed)
-    time_loop(step, loader, arguments.steps, measured)
+    time_loop(step, loader, steps, measured)
+
+
+def train_in_turns(
+    connection: Connection, way: str, arguments: argparse.Namespace, turns: int
+) -> None:
+    """Train by a way for so many turns, each when the connection says so."""
+    measured = Turns(arguments.warm_up, arguments.batch, arguments.steps, turns, connection)
+    train_by(way, arguments, measured.further_steps, measured)
 
 
 WAYS = (
@@ -402,7 +390,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     on_gpu = DEVICE.type == "cuda"
     parser = argparse.ArgumentParser(
         prog="python -m qa_lib.own.bench",
-        description="Time ways to train a classifier, in turns.",
+        description="Time ways to train a classifier, in turns. All are in memory at once.",
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -411,78 +399,164 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--batch", type=int, default=32, help="samples in a step")
     parser.add_argument("--samples", type=int, default=4096, help="in an epoch")
-    parser.add_argument("--steps", type=int, default=100, help="that are timed")
-    parser.add_argument("--warm-up", type=int, default=20, help="steps before these")
+    parser.add_argument("--steps", type=int, default=100, help="that are timed, in a turn")
+    parser.add_argument("--warm-up", type=int, default=20, help="steps before all turns")
     parser.add_argument("--rounds", type=int, default=3)
-    return parser.parse_args(words)
+    parser.add_argument("--out", type=Path, metavar="FILE", help="to append to, and to go on from")
+    parser.add_argument("--within", type=float, metavar="SECONDS", default=float("inf"))
+    arguments = parser.parse_args(words)
+    if arguments.warm_up < 1:
+        parser.error("--warm-up: a way is set up when its first step has been done, so 1 at least")
+    return arguments
 
 
-def measure(way: str, number: int, arguments: argparse.Namespace) -> float:
-    """Measure a way in a round, and print a line of JSON; return samples a second.
+def settings_of(arguments: argparse.Namespace) -> dict:
+    """Return what tells measurements apart, but for way and round: machine, code, settings."""
+    names = ("task", "size", "batch", "samples", "steps", "warm_up")
+    return {
+        "card": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "code": CODE.digest,
+    } | {name: getattr(arguments, name) for name in names}
 
-    One that is stopped by KeyboardInterrupt prints what it has timed.
+
+class Bench:
+    """The measurements of a call, in turns, and those that its file had before.
+
+    `deadline` is a time of `time.monotonic` in seconds.
+
+    Raises UserError for a file that cannot be read.
     """
-    torch._dynamo.reset()
-    if DEVICE.type == "cuda":
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    measured = Measured(arguments.warm_up, arguments.batch)
-    shown = {
-        "task": arguments.task,
-        "size": arguments.size,
-        "device": torch.cuda.get_device_name() if DEVICE.type == "cuda" else "cpu",
-        "way": way,
-        "round": number,
-    }
-    try:
-        train_by(way, arguments, measured)
-    except KeyboardInterrupt:
-        if measured.timed_steps:
-            print(json.dumps(shown | measured.result() | {"stopped": True}), flush=True)
-        raise
-    result = measured.result()
-    print(json.dumps(shown | result), flush=True)
-    return result["samples_per_s"]
 
+    def __init__(self, arguments: argparse.Namespace, deadline: float):
+        self.arguments = arguments
+        self.deadline = deadline
+        self.settings = settings_of(arguments)
+        self.earlier = lines_of(arguments.out) if arguments.out else []
+        self.known = matching(self.earlier, self.settings)
+        words = SIZES[arguments.size].vocab_size
+        samples = drawn_samples(arguments.task, arguments.samples, words)
+        self.tokens = statistics.mean(len(sample["input_ids"]) for sample in samples)
+        self.sitting = datetime.now(UTC).isoformat(timespec="seconds")
+        self.failed: list[str] = []
 
-def print_medians(speeds: dict[str, list[float]]) -> None:
-    """Print a table of the ways that were measured."""
-    medians = {way: statistics.median(found) for way, found in speeds.items() if found}
-    if not medians:
-        return
-    first = next(iter(medians))
-    print(f"\n| way | samples/s | × {first} |\n| --- | ---: | ---: |")
-    for way, median in medians.items():
-        print(f"| {way} | {median:,.0f} | {median / medians[first]:.2f} |")
+    def measure(self) -> None:
+        """Measure what the file does not have, in turns."""
+        missing = {way: self._missing(way) for way in self.arguments.ways}
+        ways = {}
+        try:
+            for way, rounds in missing.items():
+                if rounds:
+                    words = (way, self.arguments, len(rounds))
+                    ways[way] = Way(way, train_in_turns, words)
+            for way in list(ways):
+                self._if_it_can(ways, way, self._await_import)
+            for number in range(self.arguments.rounds):
+                for way in list(ways):
+                    if number in missing[way]:
+                        self._if_it_can(ways, way, self._turn, number)
+        finally:
+            for way in ways.values():
+                way.stop()
+
+    def _missing(self, way: str) -> list[int]:
+        """Return the rounds of a way that have not been measured."""
+        measured = {line["round"] for line in matching(self.known, {"way": way})}
+        return [number for number in range(self.arguments.rounds) if number not in measured]
+
+    def _if_it_can(self, ways: dict[str, Way], name: str, do: Callable, *arguments) -> None:
+        """Do something with a way, which is left out where it fails or has too little time."""
+        try:
+            do(ways[name], *arguments)
+        except WayFailed as problem:
+            self.failed.append(name)
+            say(f"{name} failed, and is left out from here on: {problem}")
+        except TimeIsUp:
+            say(f"{name} would not end in time, and is left out from here on")
+        else:
+            return
+        ways.pop(name).stop()
+
+    def _await_import(self, way: Way) -> None:
+        way.await_import(self.deadline)
+
+    def _turn(self, way: Way, number: int) -> None:
+        """Measure a way in a round, after it was set up; print and keep the line.
+
+        Raises TimeIsUp where that would end, or has ended, after the deadline.
+        """
+        place = f"round {number + 1} of {self.arguments.rounds}: {way.name}"
+        if not way.setup:
+            seconds = expected_setup_s(
+                way.name, self.earlier, self.settings["card"], self.arguments.size
+            )
+            self._check_time(seconds)
+            say(f"{place}, which is set up first")
+            way.set_up(self.deadline)
+        self._check_time(way.setup["step_s"] * (LEAD_IN + self.arguments.steps))
+        say(place)
+        result = way.take_turn(self.deadline)
+        line = self.settings | {
+            "way": way.name,
+            "round": number,
+            "step_ms": 1e3 * self.arguments.batch / result["samples_per_s"],
+            "samples_timed": result["steps"] * self.arguments.batch,
+            "tokens_a_sample": self.tokens,
+            "setup_s": way.setup["setup_s"],
+            "sitting": self.sitting,
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        }
+        line |= result
+        print(json.dumps(line), flush=True)
+        if self.arguments.out:
+            append_line(self.arguments.out, line)
+        self.known.append(line)
+
+    def _check_time(self, seconds: float) -> None:
+        """Raise TimeIsUp where something of so many seconds would end after the deadline."""
+        if time.monotonic() + seconds > self.deadline:
+            raise TimeIsUp
+
+    def print_medians(self) -> None:
+        """Print a table of the ways that were measured, in this call or before."""
+        medians = {}
+        for way in self.arguments.ways:
+            speeds = [line["samples_per_s"] for line in matching(self.known, {"way": way})]
+            if speeds:
+                medians[way] = statistics.median(speeds)
+        if not medians:
+            return
+        first = next(iter(medians))
+        print(f"\n| way | samples/s | × {first} |\n| --- | ---: | ---: |")
+        for way, median in medians.items():
+            print(f"| {way} | {median:,.0f} | {median / medians[first]:.2f} |")
 
 
 def main(words: list[str] | None = None) -> int:
     """Measure all ways in turns, and print each measurement and the medians.
 
-    Returns the exit status: 0, 1 where a way failed, 130 where it was stopped.
+    Returns the exit status: 0, 1 where a way failed, 2 for a file that cannot be used, 130 where it
+    was stopped.
     """
+    began = time.monotonic()
     arguments = parsed(words)
-    speeds: dict[str, list[float]] = {way: [] for way in arguments.ways}
-    failed = []
-    turns = [(number, way) for number in range(arguments.rounds) for way in arguments.ways]
     try:
-        for number, way in turns:
-            if way in failed:
-                continue
-            note = ", whose first steps may take minutes" if way == "trainer-tuned" else ""
-            say(f"round {number + 1} of {arguments.rounds}: {way}{note}")
-            try:
-                speeds[way].append(measure(way, number, arguments))
-            except Exception:
-                failed.append(way)
-                traceback.print_exc()
-                say(f"{way} failed, and is left out from here on")
+        bench = Bench(arguments, began + arguments.within)
+    except UserError as problem:
+        say(str(problem))
+        return 2
+    try:
+        bench.measure()
+    except UserError as problem:
+        say(str(problem))
+        return 2
     except KeyboardInterrupt:
         say("stopped: the medians are of the measurements that ended")
-        print_medians(speeds)
+        bench.print_medians()
         return 130
-    print_medians(speeds)
-    return 1 if failed else 0
+    bench.print_medians()
+    return 1 if bench.failed else 0
 
 
 def say(line: str) -> None:

@@ -17,6 +17,7 @@ from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import folded, headline, judged
+from qa_lib.lab.report.own_loop_table import own_loop
 from qa_lib.lab.report.stats import LEVEL, by_seed, interval
 from qa_lib.lab.report.tables import compact, markdown
 from qa_lib.lab.report.techniques import TECHNIQUES, source_of
@@ -370,5 +371,6 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "step": step,
     "cards": cards,
     "night": night,
+    "own": own_loop,
     "groups": groups,
 }

@@ -1,0 +1,254 @@
+"""What the techniques give in one's own loop or Trainer: a table of docs/own-code.md.
+
+Its lines are those that `python -m qa_lib.own.bench --out docs/own-bench.jsonl` wrote, one for each
+turn of a way (qa_lib/own/bench.py says what the ways are). Ratios are taken within rounds, whose
+turns came one after the other, and medians over rounds are shown.
+"""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+
+from qa_lib.lab.report import spoken
+from qa_lib.lab.report.evidence import ReportError
+from qa_lib.lab.report.format import MISSING, factor, number, percent
+from qa_lib.lab.report.tables import compact, markdown
+
+FILE = Path("docs/own-bench.jsonl")
+NOT_MEASURED = "How much it gives on a GPU is not measured yet."
+LOOP, TUNED, ALL, FAST = "loop", "trainer-tuned", "all", "fast-trainer"
+WAYS = {
+    LOOP: "a plain loop",
+    "trainer": "the Trainer as it comes, in fp32",
+    TUNED: "the tuned, compiled Trainer",
+    "speed_up": "the loop and `speed_up`",
+    "packing": "the loop and packing",
+    "masters": "both, with masters",
+    ALL: "all that, as one CUDA graph",
+    FAST: "`FastTrainer`",
+}
+TASKS = {"pairs": "pairs of sentences", "paragraphs": "paragraphs", "labels": "token labels"}
+MODELS = {"base": "BERT-base", "modernbert": "ModernBERT-base", "tiny": "a tiny BERT"}
+# A way and samples in a step -> how often it is to be as fast as the tuned Trainer.
+GOALS = {(ALL, 32): 3.0, (ALL, 128): 1.6, (FAST, 32): 1.5, (FAST, 128): 1.5}
+# The library's own training of answers, and the share of its tokens/s that the loop is to reach.
+OWN_STEP = "E-uncompiled"
+OWN_SHARE = 0.9
+OWN_MODELS = ("bert-base", "bert-base-uncased")
+OWN_PLACE = {"task": "paragraphs", "size": "base", "batch": 32}
+# What is equal for all lines that are shown, and what tells the parts of the table apart.
+SITTING = ["card", "torch", "transformers", "code", "samples", "steps", "warm_up"]
+PART = ["size", "task", "batch"]
+SPEED = "samples_per_s"
+LEFT = frozenset({"task", "training"})  # headings of words in the table
+
+
+def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return as Markdown what each way came to, and whether the goals hold.
+
+    A block of readme.py. `runs` are those of all committed groups.
+
+    Raises ReportError for a file that cannot be read.
+    """
+    if not FILE.exists():
+        return NOT_MEASURED
+    shown = newest_of_most(load_lines(FILE))
+    ways = way_lines(shown)
+    first = shown.iloc[0]
+    finding = finding_of(ways, spoken.card(first["card"]))
+    goals = [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])]
+    sittings = shown["sitting"].nunique()
+    source = (
+        f"Medians over rounds (lowest–highest) of {first['steps']} steps each, in turns, in "
+        f"{'one sitting' if sittings == 1 else f'{sittings} sittings'}, on one "
+        f"{spoken.card(first['card'])} with torch {first['torch']}, transformers "
+        f"{first['transformers']}, code {first['code'][:7]}. Ratios are of turns in one round. "
+        "Weights and tokens are random; tokens/s are without padding. Kernels' ms are of "
+        "a step, from a profiler."
+    )
+    parts = [" ".join([finding, *goals]).strip(), markdown(in_words(ways), LEFT), source]
+    return "\n\n".join(part for part in parts if part)
+
+
+def load_lines(path: Path) -> pd.DataFrame:
+    """Return the measurements of a file, a row for each; of equal ones the last.
+
+    Raises ReportError for a file that is not as the bench writes it.
+    """
+    try:
+        texts = path.read_text(encoding="utf-8").splitlines()
+        lines = pd.DataFrame([json.loads(text) for text in texts])
+        return lines.drop_duplicates([*SITTING, *PART, "way", "round"], keep="last")
+    except (OSError, ValueError, KeyError) as problem:
+        raise ReportError(
+            f"{path} is not what the bench writes: {type(problem).__name__}, {problem}"
+        ) from problem
+
+
+def newest_of_most(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines of one card, code and length of turns: those that measured the most.
+
+    That is by how many ways of how many parts; of equals it is the newest.
+    """
+
+    def rank(part: pd.DataFrame) -> tuple:
+        return len(part.drop_duplicates([*PART, "way"])), part["date"].max()
+
+    return max((part for _, part in lines.groupby(SITTING)), key=rank)
+
+
+def way_lines(lines: pd.DataFrame) -> pd.DataFrame:
+    """Return a line for each way of each part, in the order of MODELS, TASKS, batch and WAYS.
+
+    Columns: PART, way; rounds; samples_per_s with lowest and highest; over_loop and over_tuned, its
+    speed over theirs, NaN where no round has both; tokens_per_s, without padding; kernel_ms.
+    """
+    table = []
+    for part, of_part in lines.groupby(PART):
+        speeds = of_part.pivot(index="round", columns="way", values=SPEED)
+        for way, turns in of_part.groupby("way"):
+            median = turns[SPEED].median()
+            table.append({
+                **dict(zip(PART, part, strict=True)),
+                "way": way,
+                "rounds": len(turns),
+                SPEED: median,
+                "lowest": turns[SPEED].min(),
+                "highest": turns[SPEED].max(),
+                "over_loop": _median_ratio(speeds, way, LOOP),
+                "over_tuned": _median_ratio(speeds, way, TUNED),
+                "tokens_per_s": median * turns["tokens_a_sample"].iloc[0],
+                "kernel_ms": turns["kernel_ms"].astype(float).median(),
+            })  # fmt: skip
+    order = {name: place for place, name in enumerate([*MODELS, *TASKS, *WAYS])}
+    return pd.DataFrame(table).sort_values(
+        ["size", "task", "batch", "way"], key=lambda column: column.replace(order)
+    )
+
+
+def _median_ratio(speeds: pd.DataFrame, way: str, over: str) -> float:
+    """Return the median of a way's speed over another's, in rounds that have both, else NaN."""
+    if over not in speeds:
+        return float("nan")
+    return (speeds[way] / speeds[over]).median()
+
+
+def in_words(ways: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines of `way_lines` as text; a part is named in its first line alone."""
+    rows = []
+    last = None
+    for line in ways.itertuples():
+        part = f"{TASKS[line.task]}, {MODELS[line.size]}, {line.batch} in a step"
+        rows.append({
+            "task": "" if part == last else part,
+            "training": f"{WAYS[line.way]} ({line.way})",
+            "samples/s": _with_range(line),
+            "× the plain loop": MISSING if line.way == LOOP else factor(line.over_loop),
+            "× the tuned Trainer": MISSING if line.way == TUNED else factor(line.over_tuned),
+            "tokens/s": number(line.tokens_per_s),
+            "ms of its kernels": number(line.kernel_ms),
+        })  # fmt: skip
+        last = part
+    return compact(pd.DataFrame(rows))
+
+
+def _with_range(line) -> str:
+    """Return a way's speed with that of its slowest and quickest round, where it has several."""
+    text = number(line.samples_per_s)
+    if line.rounds == 1:
+        return f"{text} (one round)"
+    return f"{text} ({number(line.lowest)}–{number(line.highest)})"
+
+
+# Sentences.
+
+
+def finding_of(ways: pd.DataFrame, card: str) -> str:
+    """Return the loop's speed, with all of it, over the tuned Trainer's, or else the plain loop's.
+
+    "" where neither was measured beside it.
+    """
+    for column, other in (("over_tuned", "the tuned Trainer's"), ("over_loop", "a plain loop's")):
+        compared = ways[(ways["way"] == ALL) & ways[column].notna()]
+        if len(compared):
+            said = [
+                f"{factor(getattr(line, column))} for {_place(line)}"
+                for line in compared.itertuples()
+            ]
+            return (
+                f"**On one {card} a loop with all of it trains, in multiples of {other} speed: "
+                f"{', '.join(said)}.**"
+            )
+    return ""
+
+
+def _place(line) -> str:
+    """Return the task, model and batch of a line of `way_lines` in words."""
+    model = "" if line.size == "base" else f" with {MODELS[line.size]}"
+    return f"{TASKS[line.task]}{model} at {line.batch} samples in a step"
+
+
+def goal_sentences(ways: pd.DataFrame) -> list[str]:
+    """Return for each of GOALS whether BERT-base reaches it, where that was measured."""
+    sentences = []
+    for (way, batch), goal in GOALS.items():
+        is_meant = (ways["way"] == way) & (ways["batch"] == batch) & (ways["size"] == "base")
+        found = ways[is_meant & ways["over_tuned"].notna()]
+        if found.empty:
+            continue
+        said = ", ".join(
+            f"{_verdict(line.over_tuned, goal)} for {TASKS[line.task]} ({factor(line.over_tuned)})"
+            for line in found.itertuples()
+        )
+        name = "the loop" if way == ALL else WAYS[way]
+        sentences.append(
+            f"The goal of {factor(goal)} over the tuned Trainer for {name} at {batch} samples: "
+            f"{said}."
+        )
+    return sentences
+
+
+def _verdict(value: float, goal: float) -> str:
+    return "reached" if value >= goal else "missed"
+
+
+def own_step_sentence(ways: pd.DataFrame, runs: pd.DataFrame, card: str) -> str:
+    """Return the loop's tokens/s beside those of the library's own training of answers.
+
+    That is at OWN_PLACE, by the median of the newest code's timed runs on this card. "" where
+    either was not measured.
+    """
+    is_loop = ways["way"] == ALL
+    for column, value in OWN_PLACE.items():
+        is_loop &= ways[column] == value
+    own = _newest_own_runs(runs, card)
+    if own.empty or not is_loop.any():
+        return ""
+    of_own = own["speed.tokens_per_s"].astype(float).median()
+    share = ways.loc[is_loop, "tokens_per_s"].iloc[0] / of_own
+    return (
+        f"At {TASKS[OWN_PLACE['task']]} the loop makes {percent(share)} of the {number(of_own)} "
+        f"tokens/s of the library's own training of answers, {spoken.variant(OWN_STEP)}, on such a "
+        f"card (group {own['group'].iloc[0]}, another sitting, other lengths): the goal of "
+        f"{percent(OWN_SHARE)} is {_verdict(share, OWN_SHARE)}."
+    )
+
+
+def _newest_own_runs(runs: pd.DataFrame, card: str) -> pd.DataFrame:
+    """Return the timed runs of OWN_STEP with BERT-base on a card, of the newest code and data."""
+    if runs.empty:
+        return runs
+    is_own = (
+        runs["spec.variant"].eq(OWN_STEP)
+        & runs["spec.preset.name"].eq("bench")
+        & runs["spec.search"].eq("")
+        & runs["status"].eq("ok")
+        & runs["env.gpu"].eq(card)
+        & runs["model.name"].isin(OWN_MODELS)
+        & runs["micro_batch"].eq(OWN_PLACE["batch"])
+        & runs["speed.tokens_per_s"].notna()
+    )
+    own = runs[is_own].sort_values("time.started")
+    newest = own.tail(1)
+    return own[own["code"].isin(newest["code"]) & own["data"].isin(newest["data"])]

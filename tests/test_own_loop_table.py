@@ -1,0 +1,175 @@
+"""The table of what the techniques give in one's own loop, from lines as the bench writes them."""
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from qa_lib.lab.report import own_loop_table
+from qa_lib.lab.report.own_loop_table import ALL, FAST, LOOP, TUNED, load_lines, way_lines
+from qa_lib.own import bench
+from tests.material import committed, refused
+
+
+def line(way, number, speed, **more):
+    """A line of the bench."""
+    return {
+        "card": "NVIDIA H200",
+        "torch": "2.11.0+cu130",
+        "transformers": "5.17.0",
+        "code": "abcdefghij",
+        "task": "paragraphs",
+        "size": "base",
+        "batch": 32,
+        "samples": 4096,
+        "steps": 100,
+        "warm_up": 20,
+        "way": way,
+        "round": number,
+        "tokens_a_sample": 100.0,
+        "sitting": "2026-11-28T20:00:00+00:00",
+        "date": f"2026-11-28T20:0{number}:00+00:00",
+        "samples_per_s": speed,
+        "kernel_ms": 5.0 if number == 2 else None,
+    } | more
+
+
+# The card of the second round is twice as quick, and ratios are alike in all.
+LINES = [
+    line(way, number, speed * factor)
+    for number, factor in enumerate([1.0, 2.0, 1.0])
+    for way, speed in {TUNED: 1000.0, LOOP: 500.0, ALL: 3100.0, FAST: 1400.0}.items()
+]
+
+
+@pytest.fixture
+def block(tmp_path, monkeypatch):
+    """A function that returns the block of lines and runs."""
+    monkeypatch.chdir(tmp_path)
+    Path("docs").mkdir()
+
+    def made(lines, runs=pd.DataFrame()):
+        text = "".join(json.dumps(one) + "\n" for one in lines)
+        Path("docs/own-bench.jsonl").write_text(text)
+        return own_loop_table.own_loop(runs, "", Path("figures"))
+
+    return made
+
+
+def test_every_way_task_and_size_has_its_words():
+    assert tuple(own_loop_table.WAYS) == (LOOP, "trainer", TUNED, *bench.WAYS[3:])
+    assert list(own_loop_table.TASKS) == list(bench.TASKS)
+    assert list(own_loop_table.MODELS) == list(bench.SIZES)
+
+
+def test_the_bench_writes_what_the_table_tells_apart():
+    settings = bench.settings_of(bench.parsed([]))
+    told_apart = {*own_loop_table.SITTING, *own_loop_table.PART}
+    assert set(settings) == told_apart
+
+
+def test_ratios_are_of_equal_rounds():
+    ways = way_lines(pd.DataFrame(LINES)).set_index("way")
+    assert list(ways.index) == [LOOP, TUNED, ALL, FAST]
+    assert ways.loc[ALL, "over_tuned"] == pytest.approx(3.1)
+    assert ways.loc[ALL, "over_loop"] == pytest.approx(6.2)
+    assert ways.loc[ALL, ["samples_per_s", "lowest", "highest"]].tolist() == [3100, 3100, 6200]
+    assert ways.loc[ALL, "tokens_per_s"] == 310_000
+    assert ways.loc[ALL, "kernel_ms"] == 5.0
+
+
+def test_a_way_without_the_tuned_trainer_beside_it_has_no_ratio():
+    ways = way_lines(pd.DataFrame([line(LOOP, 0, 5.0), line(ALL, 1, 10.0)]))
+    assert ways["over_tuned"].isna().all()
+    assert ways.set_index("way")["over_loop"].isna().tolist() == [False, True]
+
+
+def test_without_a_file_nothing_has_been_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    text = own_loop_table.own_loop(pd.DataFrame(), "", Path("figures"))
+    assert text == "How much it gives on a GPU is not measured yet."
+
+
+def test_the_block_has_finding_goals_and_table(block):
+    text = block(LINES)
+    finding, header, *rows = [part for part in text.splitlines() if part]
+    assert finding == (
+        "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed: "
+        "×3.10 for paragraphs at 32 samples in a step.** The goal of ×3.00 over the tuned Trainer "
+        "for the loop at 32 samples: reached for paragraphs (×3.10). The goal of ×1.50 over the "
+        "tuned Trainer for `FastTrainer` at 32 samples: missed for paragraphs (×1.40)."
+    )
+    assert "× the tuned Trainer" in header
+    assert rows[1].startswith("| paragraphs, BERT-base, 32 in a step | a plain loop (loop) | 500")
+    assert rows[3].startswith("|  | all that, as one CUDA graph (all) | 3,100\u00a0(3,100–6,200) |")
+    assert "in one sitting" in rows[-1]
+
+
+def test_where_the_tuned_trainer_has_not_run_the_plain_loop_is_what_counts(block):
+    text = block([line(LOOP, 0, 100.0), line(ALL, 0, 250.0)])
+    assert "in multiples of a plain loop's speed: ×2.50 for paragraphs" in text
+    assert "goal" not in text
+    assert "× the tuned Trainer" not in text
+
+
+def test_a_block_without_the_loop_has_a_table_alone(block):
+    assert block([line(LOOP, 0, 100.0)]).startswith("| task |")
+
+
+def test_the_lines_that_are_shown_are_of_the_code_that_measured_the_most(block):
+    newer = line(LOOP, 0, 7.0, code="new", date="2026-11-29")
+    assert "abcdefg" in block([*LINES, newer])
+    as_many = [one | {"code": "newer", "date": "2026-11-30"} for one in LINES]
+    assert "code newer" in block([*LINES, *as_many])
+
+
+def test_of_a_turn_that_was_measured_twice_the_last_counts(tmp_path):
+    path = tmp_path / "lines.jsonl"
+    path.write_text("".join(json.dumps(line(LOOP, 0, speed)) + "\n" for speed in (1.0, 2.0)))
+    assert load_lines(path)["samples_per_s"].tolist() == [2.0]
+
+
+@pytest.mark.parametrize("text", ["no\n", "{}\n", ""])
+def test_a_file_that_the_bench_did_not_write_is_refused(tmp_path, text):
+    path = tmp_path / "lines.jsonl"
+    path.write_text(text)
+    refused("is not what the bench writes", load_lines, path)
+
+
+def test_the_librarys_own_training_stands_beside_the_loop(block):
+    """Of the committed runs on this card: the newest code's, at 32 samples."""
+    text = block(LINES, committed())
+    assert "% of the " in text
+    assert "E-uncompiled" in text
+    elsewhere = [one | {"card": "NVIDIA X"} for one in LINES]
+    assert "E-uncompiled" not in block(elsewhere, committed())
+    assert "E-uncompiled" not in block([one | {"task": "pairs"} for one in LINES], committed())
+
+
+def own_run(speed, started, **more):
+    """A timed run of the library's own training."""
+    return {
+        "spec.variant": "E-uncompiled",
+        "spec.preset.name": "bench",
+        "spec.search": "",
+        "status": "ok",
+        "env.gpu": "NVIDIA H200",
+        "model.name": "bert-base",
+        "micro_batch": 32,
+        "group": "h200-bench",
+        "code": "a",
+        "data": "squad",
+        "time.started": started,
+        "speed.tokens_per_s": speed,
+    } | more
+
+
+def test_the_loop_is_to_reach_nine_tenths_of_the_newest_codes_own_training(block):
+    old = own_run(1e6, "2026-11-27", code="old")
+    new = [own_run(speed, f"2026-11-28T0{speed}") for speed in (330_000, 340_000, 350_000)]
+    assert "91.2 % of the 340,000 tokens/s" in block(LINES, pd.DataFrame([old, *new]))
+    assert "the goal of 90.0 % is reached" in block(LINES, pd.DataFrame([old, *new]))
+    assert "the goal of 90.0 % is missed" in block(LINES, pd.DataFrame([old]))
+    large = own_run(340_000, "2026-11-28", **{"model.name": "bert-large"})
+    assert "goal of 90.0 %" not in block(LINES, pd.DataFrame([large]))
