@@ -341,7 +341,7 @@ def test_the_bench_takes_all_ways_at_pairs_of_sentences_where_nothing_else_is_sa
         "size": "tiny",
         "ways": bench.WAYS,
         "batch": 32,
-        "samples": 4096,
+        "samples": 16384,
         "steps": 100,
         "warm_up": 20,
         "rounds": 3,

@@ -62,6 +62,7 @@ from qa_lib.loaded import CODE
 from qa_lib.own.bench_turns import (
     DEVICE,
     LEAD_IN,
+    PROFILED,
     Measured,
     TimeIsUp,
     Turns,
@@ -398,13 +399,16 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--size", choices=SIZES, default="base" if on_gpu else "tiny")
     parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
     parser.add_argument("--batch", type=int, default=32, help="samples in a step")
-    parser.add_argument("--samples", type=int, default=4096, help="in an epoch")
+    parser.add_argument("--samples", type=int, help="in an epoch; by default those of 512 steps")
     parser.add_argument("--steps", type=int, default=100, help="that are timed, in a turn")
     parser.add_argument("--warm-up", type=int, default=20, help="steps before all turns")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, metavar="FILE", help="to append to, and to go on from")
     parser.add_argument("--within", type=float, metavar="SECONDS", default=float("inf"))
     arguments = parser.parse_args(words)
+    if arguments.samples is None:
+        # Enough for all turns: an epoch's end, where loaders begin anew, is rare in real trainings.
+        arguments.samples = 512 * arguments.batch
     if arguments.warm_up < 1:
         parser.error("--warm-up: a way is set up when its first step has been done, so 1 at least")
     return arguments
@@ -494,7 +498,7 @@ class Bench:
             self._check_time(seconds)
             say(f"{place}, which is set up first")
             way.set_up(self.deadline)
-        self._check_time(way.setup["step_s"] * (LEAD_IN + self.arguments.steps))
+        self._check_time(way.setup["step_s"] * (LEAD_IN + self.arguments.steps + PROFILED))
         say(place)
         result = way.take_turn(self.deadline)
         line = self.settings | {

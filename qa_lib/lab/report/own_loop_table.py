@@ -38,8 +38,9 @@ OWN_SHARE = 0.9
 OWN_MODELS = ("bert-base", "bert-base-uncased")
 OWN_PLACE = {"task": "paragraphs", "size": "base", "batch": 32}
 # What is equal for all lines that are shown, and what tells the parts of the table apart.
-SITTING = ["card", "torch", "transformers", "code", "samples", "steps", "warm_up"]
+ORIGIN = ["card", "torch", "transformers", "code"]
 PART = ["size", "task", "batch"]
+TURN = [*ORIGIN, *PART, "way", "round"]
 SPEED = "samples_per_s"
 LEFT = frozenset({"task", "training"})  # headings of words in the table
 
@@ -58,9 +59,10 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     first = shown.iloc[0]
     finding = finding_of(ways, spoken.card(first["card"]))
     goals = [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])]
+    steps = "–".join(map(str, sorted({shown["steps"].min(), shown["steps"].max()})))
     sittings = shown["sitting"].nunique()
     source = (
-        f"Medians over rounds (lowest–highest) of {first['steps']} steps each, in turns, in "
+        f"Medians over rounds (lowest–highest) of {steps} steps each, in turns, in "
         f"{'one sitting' if sittings == 1 else f'{sittings} sittings'}, on one "
         f"{spoken.card(first['card'])} with torch {first['torch']}, transformers "
         f"{first['transformers']}, code {first['code'][:7]}. Ratios are of turns in one round. "
@@ -79,15 +81,16 @@ def load_lines(path: Path) -> pd.DataFrame:
     try:
         texts = path.read_text(encoding="utf-8").splitlines()
         lines = pd.DataFrame([json.loads(text) for text in texts])
-        return lines.drop_duplicates([*SITTING, *PART, "way", "round"], keep="last")
+        turns = lines[TURN]
     except (OSError, ValueError, KeyError) as problem:
         raise ReportError(
             f"{path} is not what the bench writes: {type(problem).__name__}, {problem}"
         ) from problem
+    return lines[~turns.duplicated(keep="last")]
 
 
 def newest_of_most(lines: pd.DataFrame) -> pd.DataFrame:
-    """Return the lines of one card, code and length of turns: those that measured the most.
+    """Return the lines of one card and code: those that measured the most.
 
     That is by how many ways of how many parts; of equals it is the newest.
     """
@@ -95,7 +98,7 @@ def newest_of_most(lines: pd.DataFrame) -> pd.DataFrame:
     def rank(part: pd.DataFrame) -> tuple:
         return len(part.drop_duplicates([*PART, "way"])), part["date"].max()
 
-    return max((part for _, part in lines.groupby(SITTING)), key=rank)
+    return max((part for _, part in lines.groupby(ORIGIN)), key=rank)
 
 
 def way_lines(lines: pd.DataFrame) -> pd.DataFrame:
