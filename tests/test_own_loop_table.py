@@ -97,8 +97,8 @@ def test_the_block_has_finding_goals_and_table(block):
     text = block(LINES)
     finding, header, *rows = [part for part in text.splitlines() if part]
     assert finding == (
-        "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed: "
-        "×3.10 for paragraphs at 32 samples in a step.** The goal of ×3.00 over the tuned Trainer "
+        "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed "
+        "and by samples in a step: ×3.10 for paragraphs at 32.** The goal of ×3.00 over the tuned Trainer "
         "for the loop at 32 samples: reached for paragraphs (×3.10). The goal of ×1.50 over the "
         "tuned Trainer for `FastTrainer` at 32 samples: missed for paragraphs (×1.40)."
     )
@@ -117,7 +117,10 @@ def test_parts_may_have_turns_of_other_lengths(block):
 
 def test_where_the_tuned_trainer_has_not_run_the_plain_loop_is_what_counts(block):
     text = block([line(LOOP, 0, 100.0), line(ALL, 0, 250.0)])
-    assert "in multiples of a plain loop's speed: ×2.50 for paragraphs" in text
+    assert (
+        "in multiples of a plain loop's speed and by samples in a step: ×2.50 for paragraphs"
+        in text
+    )
     assert "goal" not in text
     assert "× the tuned Trainer" not in text
 

@@ -30,7 +30,7 @@ PROFILED = 10 if DEVICE.type == "cuda" else 0  # steps after the last turn, whos
 # Seconds until a way of which nothing is known is set up.
 SETUP_GUESSES = {"trainer-tuned": 150.0}
 SETUP_GUESS = 20.0
-PATIENCE_S = 5.0  # for a process to end by itself
+PATIENCE_S = 2.0  # for a process to end by itself
 
 
 class Measured:

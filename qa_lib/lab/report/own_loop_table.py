@@ -180,8 +180,8 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
                 for line in compared.itertuples()
             ]
             return (
-                f"**On one {card} a loop with all of it trains, in multiples of {other} speed: "
-                f"{', '.join(said)}.**"
+                f"**On one {card} a loop with all of it trains, in multiples of {other} speed and by "
+                f"samples in a step: {', '.join(said)}.**"
             )
     return ""
 
@@ -189,7 +189,7 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
 def _place(line) -> str:
     """Return the task, model and batch of a line of `way_lines` in words."""
     model = "" if line.size == "base" else f" with {MODELS[line.size]}"
-    return f"{TASKS[line.task]}{model} at {line.batch} samples in a step"
+    return f"{TASKS[line.task]}{model} at {line.batch}"
 
 
 def goal_sentences(ways: pd.DataFrame) -> list[str]:
