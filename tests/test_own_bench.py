@@ -62,6 +62,23 @@ def test_a_turn_is_timed_without_its_lead_in_and_without_the_waiting(monkeypatch
     assert connection.sent[-1]["samples_per_s"] == 2 * 8 / 5
 
 
+def test_kernels_are_timed_after_the_last_turn(monkeypatch):
+    monkeypatch.setattr(bench_turns, "LEAD_IN", 1)
+    monkeypatch.setattr(bench_turns, "PROFILED", 3)
+    connection = Told()
+    turns = bench_turns.Turns(warm_up=1, batch=8, steps=2, turns=2, connection=connection)
+    turns.kernels = Mock(kernel_ms=5.0)
+    assert turns.further_steps == 9
+    seen = []
+    turns.kernels.finished.side_effect = lambda steps: seen.append((turns.steps, steps))
+    for _ in range(10):
+        turns.step()
+    assert seen == [(7, 0), (10, 3)]
+    results = [answer for answer in connection.sent if "kernel_ms" in answer]
+    assert [answer["kernel_ms"] for answer in results] == [None, 5.0]
+    assert results[1]["steps"] == 2  # without those that were profiled
+
+
 @pytest.mark.parametrize("way", ["loop", "trainer", "trainer-tuned", "fast-trainer"])
 def test_a_way_takes_its_turns(way):
     connection = Told()

@@ -180,8 +180,8 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
                 for line in compared.itertuples()
             ]
             return (
-                f"**On one {card} a loop with all of it trains, in multiples of {other} speed and by "
-                f"samples in a step: {', '.join(said)}.**"
+                f"**On one {card} a loop with all of it trains, in multiples of {other} speed and "
+                f"by samples in a step: {', '.join(said)}.**"
             )
     return ""
 
