@@ -180,7 +180,7 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     parts = [markdown(table), folded("Where these numbers come from", " ".join(sentences))]
     ladder = picture_link(figures / group / "ladder.png")
     if ladder:
-        parts.append(folded("All steps of the ladder, as a picture", ladder))
+        parts.append(folded("The ladder, as a picture", ladder))
     return "\n\n".join(parts)
 
 
