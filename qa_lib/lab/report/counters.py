@@ -184,14 +184,17 @@ def _finding(kernels: dict[str, pd.DataFrame]) -> str:
     for variant, table in kernels.items():
         peak_percent = table[["sm_percent", "dram_percent"]].max(axis="columns")
         near_peak = table.loc[peak_percent > NEAR_PEAK, "share"].sum()
-        shares.append(f"{percent(near_peak)} of the kernel time of {spoken.variant(variant)}")
-    told = " and ".join([", ".join(shares[:-1]), shares[-1]] if len(shares) > 1 else shares)
-    return f"Kernels that reach more than {NEAR_PEAK} % of the SMs' or the DRAM's peak take {told}."
+        shares.append(f"{percent(near_peak)} in {spoken.variant(variant)}")
+    return (
+        f"Kernels that reach more than {NEAR_PEAK} % of the SMs' or the DRAM's peak take this much "
+        f"of the kernel time: {', '.join(shares)}."
+    )
 
 
 def _source(counted: pd.DataFrame) -> str:
     """Return what the profiles are of, and what their columns mean."""
     first = counted.iloc[0]
+    kept = max(len(profile["ncu"]) for profile in counted["profile"])
     commits = sorted({str(profile["code"]["commit"])[:7] for profile in counted["profile"]})
     return (
         f"One step on one {spoken.card(first['env.gpu'])}, {first['micro_batch']} samples of "
@@ -200,7 +203,7 @@ def _source(counted: pd.DataFrame) -> str:
         "several times, each time with empty caches, so that the memory is read more than in a "
         "training. *Warps active*: of those that an SM can hold, while it has any (occupancy). "
         "*SM* and *DRAM*: throughput over that of the peak. Means over kernels are weighted by "
-        "time."
+        f"time; counters are kept of the {kept} kernels that take longest."
     )
 
 
