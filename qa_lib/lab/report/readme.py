@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
+from qa_lib.lab.report.counters import kernel_use
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import folded, headline, judged
@@ -234,6 +235,11 @@ def step(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return picture_link(figures / group / "step.png") or NOTHING
 
 
+def counters(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return how well the kernels of three variants use the card, on whichever that was counted."""
+    return kernel_use(runs)
+
+
 def _above(text: str, picture: Path) -> str:
     """Return a paragraph with a picture below it, if that was drawn."""
     link = picture_link(picture)
@@ -368,6 +374,7 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "several": several,
     "language": language,
     "step": step,
+    "counters": counters,
     "cards": cards,
     "night": night,
     "groups": groups,
