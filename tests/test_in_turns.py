@@ -106,6 +106,7 @@ def test_f1_is_compared_over_equal_seeds():
     assert in_turns.f1_sentence(frame(*rows)) == (
         "F1 of MiniLM with the full stack in 8 bits (E-fp8-gradients): −0.50 ± 0.00 against the "
         "full stack in 16 bits (E-uncompiled) and +1.00 ± 0.00 against plain PyTorch at its best "
-        "(E-searched), at the best threshold, over 3 equal seeds (group h200-quality)."
+        "(E-searched); of 16 bits +1.50 ± 0.00 against plain PyTorch at its best (E-searched). "
+        "All at the best threshold, over 3 equal seeds (group h200-quality)."
     )
     assert in_turns.f1_sentence(frame(*BLOCKS)) == ""

@@ -3,6 +3,7 @@
 import dataclasses
 import gzip
 import json
+import os
 from types import SimpleNamespace
 from unittest.mock import Mock
 
@@ -15,7 +16,7 @@ from qa_lib.measure.meter import Memory
 from qa_lib.records.archive import Run
 from qa_lib.run import fit
 from tests.kernels import DEVICE
-from tests.material import refused, write
+from tests.material import leave, refused, write
 from tests.tiny import planned, quiet
 
 HIDDEN = 768
@@ -134,11 +135,13 @@ def test_on_a_cpu_an_operator_is_charged_its_own_time_alone():
 
 NSIGHT_PAGE = """\
 ==PROF== Connected to process 7
-"ID","Process ID","Kernel Name","gpu__time_duration.sum","sm__throughput","dram__bytes.sum"
-"","","","nsecond","%","byte"
-"0","7","gemm","2,000","90.0","1,000,000"
-"1","7","gemm","6,000","50.0","3,000,000"
-"2","7","norm","1,000","10.0","n/a"
+"ID","Process ID","Kernel Name","gpu__time_duration.sum","dram__bytes.sum",\
+"sm__throughput.avg.pct_of_peak_sustained_elapsed","another"
+"","","","nsecond","byte","%",""
+"0","7","gemm","2,000","1,000,000","90.0","1"
+"1","7","gemm","6,000","3,000,000","50.0","1"
+"2","7","norm","1,000","n/a","10.0","1"
+"3","7","norm","3,000","n/a","n/a","1"
 """
 
 
@@ -151,10 +154,17 @@ def test_nsight_computes_page_is_summed_by_kernel():
     assert norm["name"] == "norm"
 
 
+def test_percentages_are_means_by_time_over_the_launches_that_have_them():
+    gemm, norm = profile.parse_counters(NSIGHT_PAGE)
+    assert gemm["sm_percent"] == pytest.approx((90 * 2 + 50 * 6) / 8)
+    assert norm["sm_percent"] == 10.0
+
+
 def test_a_metric_that_was_not_read_is_none():
     gemm, norm = profile.parse_counters(NSIGHT_PAGE)
     assert norm["dram_bytes"] is None
     assert gemm["fp8_ops"] is None
+    assert gemm["warps_active_percent"] is None
 
 
 def test_a_page_that_is_an_error_has_no_kernels():
@@ -589,33 +599,46 @@ def test_nsight_computes_window_is_open_for_one_step(monkeypatch):
 
 
 @pytest.fixture
-def nsight(monkeypatch):
-    """Return a function that plays Nsight Compute, which prints this; the commands it was given."""
-    commands = []
+def nsight(tmp_path, monkeypatch):
+    """Return a function that puts a program in place of Nsight Compute, which prints this.
+
+    It returns the file in which the program leaves the words of its command, one a line.
+    """
 
     def plays(stdout="", stderr=""):
-        def run(command, **_):
-            commands.append(command)
-            return SimpleNamespace(stdout=stdout, stderr=stderr)
+        (tmp_path / "stdout").write_text(stdout)
+        (tmp_path / "stderr").write_text(stderr)
+        program = tmp_path / "ncu"
+        program.write_text(
+            '#!/bin/sh\ncd "$(dirname "$0")"\nprintf "%s\\n" "$@" > words\n'
+            "cat stdout\ncat stderr >&2\n"
+        )
+        program.chmod(0o755)
+        return tmp_path / "words"
 
-        monkeypatch.setattr(profile.subprocess, "run", run)
-        return commands
-
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(profile.shutil, "which", lambda name: f"/bin/{name}")
     monkeypatch.setattr(profile, "child_command", lambda work, spec: ["python", work.name])
     return plays
 
 
 def test_nsight_compute_counts_the_kernels_of_a_process_of_its_own(nsight):
-    commands = nsight(stdout=NSIGHT_PAGE)
+    words = nsight(stdout=NSIGHT_PAGE)
     kernels = profile.counters(None, quiet)
-    (command,) = commands
+    command = words.read_text().splitlines()
     assert [kernel["name"] for kernel in kernels] == ["gemm", "norm"]
-    assert command[0] == "ncu"
     assert command[-2:] == ["python", "COUNT"]
     assert command[command.index("--metrics") + 1] == ",".join(profile.METRICS.values())
     assert command[command.index("--profile-from-start") + 1] == "off"
+
+
+def test_it_is_said_how_many_kernels_are_counted(nsight, monkeypatch):
+    monkeypatch.setattr(profile, "PROGRESS", 2)
+    lines = [f'==PROF== Profiling "gemm" - {n}: 0%....50%....100% - 9 passes\n' for n in range(5)]
+    nsight(stdout="".join(lines) + NSIGHT_PAGE)
+    printed = []
+    assert len(profile.counters(None, printed.append)) == 2
+    assert printed[1:] == ["2 kernels are counted", "4 kernels are counted"]
 
 
 @pytest.mark.parametrize(
@@ -642,7 +665,7 @@ def test_without_nsight_compute_there_are_no_counters(nsight, monkeypatch):
 
 def test_the_longest_kernels_come_first_and_few_are_kept():
     page = NSIGHT_PAGE.split("\n")
-    lines = [f'"{n}","7","k{n}","{n},000","1","1"' for n in range(1, profile.KERNELS + 3)]
+    lines = [f'"{n}","7","k{n}","{n},000","1","1","1"' for n in range(1, profile.KERNELS + 3)]
     kernels = profile.parse_counters("\n".join([*page[:3], *lines]))
     assert len(kernels) == profile.KERNELS
     assert kernels[0]["name"] == f"k{profile.KERNELS + 2}"
@@ -675,14 +698,17 @@ def test_the_verb_profiles_what_was_asked_for_and_prints_where_the_step_goes(
 ):
     profiled = Mock(return_value=PRINTED_PROFILE)
     monkeypatch.setattr(profile, "profile", profiled)
-    words = "--preset smoke --data synthetic:40 --micro-batch 4 --batch 16 --ncu --runs"
+    words = "--preset smoke --data synthetic:40 --micro-batch 4 --batch 16 --seed 3 --ncu --runs"
     lines = typed(f"profile A2 {words}", tmp_path).splitlines()
     spec, runs = profiled.call_args.args
-    assert (spec.variant, spec.settings.micro_batch, spec.preset.batch) == ("A2", 4, 16)
+    assert (spec.variant, spec.seed) == ("A2", 3)
+    assert (spec.settings.micro_batch, spec.preset.batch) == (4, 16)
     assert spec.data_source == "synthetic:40"
     assert profiled.call_args.kwargs == {"count": True}
     assert runs == tmp_path
     folder = tmp_path / spec.run_path
+    *lines, last, _ = lines
+    assert "no record of a run, and `archive` takes a profile with its record" in last
     assert lines == [
         "step 12.35 ms, busy 50 %, 100 launches",
         "  forward   attention 1.23 ms",
@@ -690,6 +716,15 @@ def test_the_verb_profiles_what_was_asked_for_and_prints_where_the_step_goes(
         f"{folder}/memory_snapshot.pickle is for https://docs.pytorch.org/memory_viz",
         f"{folder}/profile.json",
     ]
+
+
+def test_beside_a_record_nothing_is_said_of_one(tmp_path, monkeypatch, typed):
+    profiled = Mock(return_value=PRINTED_PROFILE)
+    monkeypatch.setattr(profile, "profile", profiled)
+    words = "profile A2 --preset smoke --data synthetic:40 --runs"
+    assert "has no record" in typed(words, tmp_path)
+    leave(tmp_path, profiled.call_args.args[0])
+    assert "no record" not in typed(words, tmp_path)
 
 
 def test_a_profile_says_of_which_run_it_is_and_what_the_machine_can_do(profiled):

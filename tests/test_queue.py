@@ -14,7 +14,7 @@ import pytest
 from qa_lib.__main__ import main
 from qa_lib.lab.queue import verb
 from qa_lib.lab.queue.plan_file import Group, read_plan
-from qa_lib.lab.queue.runner import TimedLauncher
+from qa_lib.lab.queue.runner import Archives, TimedLauncher
 from qa_lib.lab.queue.units import (
     COLD_START_S,
     MOST_BETWEEN_S,
@@ -26,12 +26,14 @@ from qa_lib.lab.queue.units import (
 )
 from qa_lib.lab.search.plan import plan as plan_specs
 from qa_lib.loaded import CODE
+from qa_lib.records.archive import read_runs
 from qa_lib.records.record import read_record
+from qa_lib.records.schema import PROFILE_SCHEMA
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.rules import lacking
 from qa_lib.spec.variants import VARIANTS, find_variant, tagged
 from tests import small
-from tests.material import ROOT, change_record, leave, refused, without_torch
+from tests.material import ROOT, change_record, leave, refused, without_torch, write
 
 COMMITTED = ROOT / "docs" / "evidence.toml"
 # A speed in blocks of two variants, and a quality in single runs, at the preset of tests.small.
@@ -456,6 +458,21 @@ def test_a_broken_block_is_begun_again_whole(queue):
 def test_nothing_begins_that_would_not_end_in_time(queue):
     assert queue.run("--within", "50") == []
     assert "not begun: 4 blocks and runs that would not end in time" in queue.said.out
+
+
+def test_a_profile_of_the_same_options_is_archived_with_the_plans_run(plan, tmp_path):
+    profile = {"schema": PROFILE_SCHEMA}
+    leave_run(tmp_path, "A1", 0)
+    unit = units_of(plan.groups)[0]
+    spec, _ = verb.Specs(None, None, Machine(), tmp_path).of(unit)
+    # As the verb `profile` has it, without a plan's arguments.
+    profiled = plan_specs(["A1"], "test", [0], "synthetic:80", "tiny", 8, machine=Machine())
+    assert [spec.run_path] == [spec.run_path for spec in profiled]
+    write(tmp_path / spec.run_path / "profile.json", profile)
+    Archives(plan, "cpu", tmp_path, copies=None).keep_all()
+    shutil.rmtree(tmp_path / spec.group)
+    (run,) = read_runs(tmp_path)
+    assert run.profile() == profile
 
 
 def test_a_run_is_ended_when_the_time_is_over_and_its_block_is_not_archived(queue):

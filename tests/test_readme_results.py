@@ -115,7 +115,10 @@ def test_the_blocks_are_made_where_the_reference_group_is_alone_on_its_card():
     names = {"group": "new-bench", "spec.hardware": "new", "env.gpu": "NEW"}
     of_new_card = every[every["group"] == evidence.REFERENCE].assign(**names)
     every = pd.concat([every, of_new_card], ignore_index=True)
-    texts = [block(every, "new-bench", Path("figures")) for block in readme.BLOCKS.values()]
+    texts = [
+        readme._content(block, every, "new-bench", Path("figures"))
+        for block in readme.BLOCKS.values()
+    ]
     assert "on one NEW" in texts[0]
     assert "over 8 seeds" in texts[0]
     assert "2 GPUs train" in "".join(texts)

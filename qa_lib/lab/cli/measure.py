@@ -29,6 +29,7 @@ def profile_parser() -> Parser:
     options.add_variant(parser)
     options.add_preset(parser)
     options.add_sources(parser)
+    options.add_seed(parser)
     options.add_batch_sizes(parser)
     options.add_runs(parser)
     parser.add_argument(

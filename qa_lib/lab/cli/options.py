@@ -109,6 +109,17 @@ def add_sources(parser: Parser) -> None:
     )
 
 
+def add_seed(parser: Parser) -> None:
+    """Add --seed."""
+    parser.add_argument(
+        "--seed",
+        type=values.seed,
+        default=0,
+        metavar="N",
+        help="random seed of new weights, order and dropout (default: 0)",
+    )
+
+
 def add_seeds(parser: Parser) -> None:
     """Add --seeds."""
     add_list(

@@ -48,13 +48,7 @@ def run_parser() -> Parser:
     options.add_variant(parser)
     options.add_preset(parser)
     options.add_sources(parser)
-    parser.add_argument(
-        "--seed",
-        type=values.seed,
-        default=0,
-        metavar="N",
-        help="random seed of new weights, order and dropout (default: 0)",
-    )
+    options.add_seed(parser)
     options.add_overrides(parser)
     options.add_runs(parser)
     options.add_force(parser)

@@ -152,7 +152,10 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
     whole = _whole_trainings(runs, chosen)
     minutes = whole.groupby("spec.variant")["minutes"].mean()
     if RECOMMENDED in minutes and _has_trainer(minutes):
-        return _minutes_sentence(minutes, chosen), _source_of_measured(whole)
+        sentence = _minutes_sentence(minutes, chosen)
+        if whole["spec.variant"].is_unique:
+            sentence += " Each was timed once."
+        return sentence, _source_of_measured(whole)
     table = projected(summary(chosen))
     minutes = table["minutes"]
     if RECOMMENDED not in minutes or not _has_trainer(minutes):

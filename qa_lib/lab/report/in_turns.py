@@ -162,7 +162,7 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
 
 
 def f1_sentence(runs: pd.DataFrame) -> str:
-    """Return the F1 of the stack minus that of plain PyTorch and of 16 bits, "" if never scored.
+    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored.
 
     It is of the runs at preset `quality` of one model, data and code that have the most seeds of
     both.
@@ -176,13 +176,20 @@ def f1_sentence(runs: pd.DataFrame) -> str:
     if not parts:
         return ""
     both, part = max(parts, key=lambda found: len(found[0]))
-    differences = [
-        f"{gain(*compare(part, STACK, other, BEST_F1))} against {spoken.variant(other)}"
-        for other in (STACK_16_BITS, PLAIN)
-        if other in by_seed(part, BEST_F1)
-    ]
+    model = spoken.model(part["model.name"].iloc[0])
+    text = f"F1 of {model} with {spoken.variant(STACK)}: {_difference(part, STACK, STACK_16_BITS)}"
+    if PLAIN in by_seed(part, BEST_F1):
+        text += (
+            f" and {_difference(part, STACK, PLAIN)}; of 16 bits "
+            f"{_difference(part, STACK_16_BITS, PLAIN)}"
+        )
     return (
-        f"F1 of {spoken.model(part['model.name'].iloc[0])} with {spoken.variant(STACK)}: "
-        f"{' and '.join(differences)}, at the best threshold, over {len(both)} equal seeds "
+        f"{text}. All at the best threshold, over {len(both)} equal seeds "
         f"(group {part['group'].iloc[0]})."
     )
+
+
+def _difference(runs: pd.DataFrame, variant: str, other: str) -> str:
+    """Return the F1 of a variant less that of another in words."""
+    difference = gain(*compare(runs, variant, other, BEST_F1))
+    return f"{difference} against {spoken.variant(other)}"

@@ -14,6 +14,7 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
+from qa_lib.lab.report.counters import kernel_use
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import folded, headline, judged
@@ -181,7 +182,7 @@ def variants(runs: pd.DataFrame, group: str, figures: Path) -> str:
     parts = [markdown(table), folded("Where these numbers come from", " ".join(sentences))]
     ladder = picture_link(figures / group / "ladder.png")
     if ladder:
-        parts.append(folded("All steps of the ladder, as a picture", ladder))
+        parts.append(folded("The ladder, as a picture", ladder))
     return "\n\n".join(parts)
 
 
@@ -233,6 +234,11 @@ def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
 def step(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Return the picture of where a step's milliseconds go."""
     return picture_link(figures / group / "step.png") or NOTHING
+
+
+def counters(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return how well the kernels of three variants use the card, on whichever that was counted."""
+    return kernel_use(runs)
 
 
 def _above(text: str, picture: Path) -> str:
@@ -369,6 +375,7 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "several": several,
     "language": language,
     "step": step,
+    "counters": counters,
     "cards": cards,
     "night": night,
     "own": own_loop,

@@ -27,7 +27,7 @@ import torch
 
 from qa_lib.errors import UserError, wrapped
 from qa_lib.lab.launch.driver import surroundings
-from qa_lib.lab.launch.process import Work, child_command, child_env
+from qa_lib.lab.launch.process import Work, child_command, child_env, kill
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure import hardware, trace
 from qa_lib.measure.meter import MIB, Hooks, Meter, memory_use
@@ -51,13 +51,23 @@ UNCOUNTED = 5  # before the step whose kernels Nsight Compute counts
 SNAPSHOT = "memory_snapshot.pickle"  # a file of the run's folder
 POINTS = 400  # of the allocator's timeline, at most
 KERNELS = 40  # that the counters are kept of
-METRICS = {  # our name -> Nsight Compute's
+PROGRESS = 200  # kernels after which a line is printed while they are counted
+# Our names -> Nsight Compute's, of what is summed over the launches of a kernel.
+SUMS = {
     "us": "gpu__time_duration.sum",
     "dram_bytes": "dram__bytes.sum",
     "fp16_ops": "sm__ops_path_tensor_src_fp16.sum",
     "bf16_ops": "sm__ops_path_tensor_src_bf16_dst_fp32.sum",
     "fp8_ops": "sm__ops_path_tensor_src_fp8.sum",
 }
+# The same of percentages, whose mean over the launches is weighted by their time. Warps count while
+# an SM has any, which is the occupancy that was achieved; throughputs count over all of a launch.
+PERCENTAGES = {
+    "warps_active_percent": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "sm_percent": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_percent": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+}
+METRICS = SUMS | PERCENTAGES
 # Else the profiler writes a line when it starts and one when it stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "9")
 
@@ -67,6 +77,7 @@ def main(args: argparse.Namespace) -> int:
     (spec,) = plan(
         variants=[args.variant],
         preset=args.preset,
+        seeds=[args.seed],
         data=args.data,
         model=args.model,
         micro_batch=args.micro_batch,
@@ -90,6 +101,13 @@ def main(args: argparse.Namespace) -> int:
         print("  peak MiB  " + ", ".join(f"{phase} {mib:.0f}" for phase, mib in peaks.items()))
         print(folder / SNAPSHOT, "is for https://docs.pytorch.org/memory_viz")
     print(folder / "profile.json")
+    if not (folder / "record.json").exists():
+        print(
+            wrapped(
+                "The folder has no record of a run, and `archive` takes a profile with its record. "
+                "`python -m qa_lib run` makes one there, with the same options but --ncu."
+            )
+        )
     return 0
 
 
@@ -400,21 +418,41 @@ def counters(spec: Spec, say=print) -> list[dict] | None:
         *("--graph-profiling", "node"),
     ]
     say("Nsight Compute runs every kernel of a step several times; this takes minutes")
-    command = child_command(Work.COUNT, spec)
-    done = subprocess.run(
-        ["ncu", *options, *command], capture_output=True, text=True, env=child_env()
-    )
-    kernels = parse_counters(done.stdout)
+    page, messages = _run_nsight(["ncu", *options, *child_command(Work.COUNT, spec)], say)
+    kernels = parse_counters(page)
     if not kernels:
         errors = [
-            line
-            for line in (done.stdout + done.stderr).splitlines()
-            if "ERROR" in line or "Error" in line
+            line for line in (page + messages).splitlines() if "ERROR" in line or "Error" in line
         ]
         reason = errors[-1].strip()[:200] if errors else "it saw no kernel"
         say(f"Nsight Compute read no counters: {reason}")
         return None
     return kernels
+
+
+def _run_nsight(command: list[str], say) -> tuple[str, str]:
+    """Run Nsight Compute, say after every PROGRESS kernels how many it has counted, and return
+    what it writes to stdout and stderr."""
+    lines = []
+    counted = 0
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=child_env()
+        ) as process,
+    ):
+        try:
+            for line in process.stdout:
+                lines.append(line)
+                if line.startswith("==PROF== Profiling"):
+                    counted += 1
+                    if counted % PROGRESS == 0:
+                        say(f"{counted:,} kernels are counted")
+            process.wait()
+        finally:
+            kill(process)  # which does nothing to one that has ended
+        errors.seek(0)
+        return "".join(lines), errors.read()
 
 
 def count_one_step(spec: Spec) -> None:
@@ -426,8 +464,8 @@ def count_one_step(spec: Spec) -> None:
 def parse_counters(text: str) -> list[dict]:
     """Return Nsight Compute's raw CSV page, in base units, as a dict for each kernel's name.
 
-    Each has the kernel's count, and METRICS summed; one that was not read is None. The longest
-    kernel comes first.
+    Each has the kernel's count, SUMS over its launches, and means of PERCENTAGES over them,
+    weighted by their time. One that was not read is None. The longest kernel comes first.
     """
     header = re.search('^"ID"', text, re.MULTILINE)
     if not header:
@@ -438,7 +476,11 @@ def parse_counters(text: str) -> list[dict]:
     metrics = metrics.set_axis(list(METRICS), axis=1)
     metrics["us"] /= 1e3  # time comes in nanoseconds
     names = page["Kernel Name"].str[:160].rename("name")
-    kernels = metrics.groupby(names, sort=False).sum(min_count=1)
+    kernels = metrics[list(SUMS)].groupby(names, sort=False).sum(min_count=1)
+    for name in PERCENTAGES:
+        weights = metrics["us"].where(metrics[name].notna())
+        sums = (metrics[name] * weights).groupby(names).sum(min_count=1)
+        kernels[name] = sums / weights.groupby(names).sum(min_count=1)
     kernels.insert(0, "count", names.value_counts())
     kernels = kernels.sort_values("us", ascending=False, kind="stable").head(KERNELS)
     with_none = kernels.astype(object).where(kernels.notna(), None)
