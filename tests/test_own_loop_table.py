@@ -100,7 +100,8 @@ def test_the_block_has_finding_goals_and_table(block):
         "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed "
         "and by samples in a step: ×3.10 for paragraphs at 32.** The goal of ×3.00 over the "
         "tuned Trainer for the loop at 32 samples: reached for paragraphs (×3.10). The goal of "
-        "×1.50 over the tuned Trainer for `FastTrainer` at 32 samples: missed for paragraphs (×1.40)."
+        "×1.50 over the tuned Trainer for `FastTrainer` at 32 samples: missed for paragraphs "
+        "(×1.40)."
     )
     assert "× the tuned Trainer" in header
     assert rows[1].startswith("| paragraphs, BERT-base, 32 in a step | a plain loop (loop) | 500")
