@@ -15,7 +15,7 @@ from tests.tiny import H200
 STACK = SHOWN[-1]
 FP8_GEMM = "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT"
 GEMM = "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT"
-# As Nsight Compute writes it, and as the profiler does.
+# A name by Nsight Compute, and the same by the profiler.
 ADD = "void at::<unnamed>::elementwise_kernel<128, 4, at::CUDAFunctor_add<float>>(int)"
 PROFILED_ADD = (
     "void at::native::(anonymous namespace)::elementwise_kernel<128, 4, "

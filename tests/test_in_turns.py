@@ -4,7 +4,8 @@ import pandas as pd
 import pytest
 
 from qa_lib.lab.report import in_turns
-from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS, TRAINER
+from qa_lib.lab.report.headline import TUNED_TRAINER
+from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS
 from tests.material import refused
 
 
@@ -39,7 +40,7 @@ BLOCKS = [
     *(run(PLAIN, seed, 1000.0 * (1 + seed), 30.0) for seed in range(3)),
     *(run(STACK, seed, 1500.0 * (1 + seed), 20.0) for seed in range(3)),
     *(run(STACK_16_BITS, seed, 1200.0 * (1 + seed), 24.0) for seed in range(3)),
-    run(TRAINER, 3, 500.0, 40.0),
+    run(TUNED_TRAINER, 3, 500.0, 40.0),
     run(STACK, 3, 2000.0, 20.0),
 ]
 
@@ -49,30 +50,40 @@ def frame(*rows):
 
 
 def test_leads_are_of_blocks_that_have_both():
-    table = in_turns.lead_table(frame(*BLOCKS))
-    assert list(table.index) == [TRAINER, PLAIN, STACK_16_BITS, STACK]
+    table = in_turns.lead_table(in_turns.blocks_with_rivals(frame(*BLOCKS)))
+    assert list(table.index) == [TUNED_TRAINER, PLAIN, STACK_16_BITS, STACK]
     # Speeds of the blocks differ by a factor of 3, and the lead in each of them is equal.
     assert table.loc[PLAIN, "lead"] == pytest.approx(1.5)
     assert table.loc[PLAIN, "lead±"] == pytest.approx(0.0)
-    assert table.loc[TRAINER, "lead"] == pytest.approx(4.0)
-    assert pd.isna(table.loc[TRAINER, "lead±"])  # one block
+    assert table.loc[TUNED_TRAINER, "lead"] == pytest.approx(4.0)
+    assert pd.isna(table.loc[TUNED_TRAINER, "lead±"])  # one block
     assert list(table["kernel_lead"]) == pytest.approx([2.0, 1.5, 1.2, 1.0])
     assert table.loc[PLAIN, "step_ms"] == pytest.approx(16.0)  # 32 samples at 2,000 a second
 
 
 def test_a_step_of_several_passes_has_all_of_their_samples():
     at_8 = [run(name, 0, 1000.0, 30.0, micro_batch=8, batch=32) for name in (PLAIN, STACK)]
-    assert list(in_turns.lead_table(frame(*at_8))["step_ms"]) == pytest.approx([32.0, 32.0])
+    blocks = in_turns.blocks_with_rivals(frame(*at_8))
+    assert list(in_turns.lead_table(blocks)["step_ms"]) == pytest.approx([32.0, 32.0])
 
 
-def test_code_and_data_of_the_most_variants_are_shown():
-    older = [run(name, 0, 1.0, 1.0, code="b") for name in (PLAIN, STACK)]
+def test_data_of_the_most_variants_are_shown_in_blocks_that_have_the_stack():
     elsewhere = [run(name, 0, 1.0, 1.0, data="other") for name in (PLAIN, STACK)]
-    failed = [run(TRAINER, 0, 1.0, 1.0, code="b", status="error")]
-    blocks = in_turns.blocks_with_rivals(frame(*older, *BLOCKS, *elsewhere, *failed))
-    assert set(blocks["code"]) == {"a"}
+    without_stack = [run(PLAIN, 7, 1.0, 1.0)]
+    failed = [run(TUNED_TRAINER, 0, 1.0, 1.0, status="error")]
+    blocks = in_turns.blocks_with_rivals(frame(*BLOCKS, *elsewhere, *without_stack, *failed))
     assert set(blocks["data"]) == {"squad"}
     assert len(blocks) == len(BLOCKS)
+
+
+def test_runs_of_one_seed_and_two_codes_are_no_block():
+    # At seed 0 another code has both, four times as fast; at seed 9 each code has one of them.
+    other_code = [run(PLAIN, 0, 4000.0, 30.0, code="b"), run(STACK, 0, 8000.0, 20.0, code="b")]
+    apart = [run(PLAIN, 9, 1.0, 30.0, code="b"), run(STACK, 9, 9000.0, 20.0)]
+    blocks = in_turns.blocks_with_rivals(frame(*BLOCKS, *other_code, *apart))
+    line = in_turns.lead_table(blocks).loc[PLAIN]
+    assert line["n"] == 4
+    assert line["lead"] == pytest.approx((1.5 + 1.5 + 1.5 + 2.0) / 4)
 
 
 def test_without_plain_pytorch_nothing_is_compared():

@@ -151,7 +151,7 @@ def test_a_file_that_the_bench_did_not_write_is_refused(tmp_path, text):
 
 
 def test_the_librarys_own_training_stands_beside_the_loop(block):
-    """Of the committed runs on this card: the newest code's, at 32 samples."""
+    """The library's own speed is that of the newest code on this card, at 32 samples."""
     text = block(LINES, committed())
     assert "% of the " in text
     assert "E-uncompiled" in text

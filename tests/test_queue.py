@@ -465,7 +465,7 @@ def test_a_profile_of_the_same_options_is_archived_with_the_plans_run(plan, tmp_
     leave_run(tmp_path, "A1", 0)
     unit = units_of(plan.groups)[0]
     spec, _ = verb.Specs(None, None, Machine(), tmp_path).of(unit)
-    # As the verb `profile` has it, without a plan's arguments.
+    # The spec that the verb `profile` makes, without a plan's arguments.
     profiled = plan_specs(["A1"], "test", [0], "synthetic:80", "tiny", 8, machine=Machine())
     assert [spec.run_path] == [spec.run_path for spec in profiled]
     write(tmp_path / spec.run_path / "profile.json", profile)

@@ -2,10 +2,10 @@
 
 Half of what AdamW keeps is its two moments. A byte has 256 values, and a moment's elements differ
 by powers of ten, so that equal steps would lose the small ones: the fewer bits there are, the more
-of them belong to the exponent. A code here has 3 bits of mantissa. Before them the first moment has
-its sign and 4 bits of exponent, for 16 octaves; the second has 5 bits and no sign, for 32. Each
-block of 1,024 elements has a scale, in fp32 (Dettmers et al. 2022, "8-bit Optimizers", have blocks
-too, and a table of values).
+of them belong to the exponent. A code here has 3 bits of mantissa. The first moment has its sign
+and 4 bits of exponent before them, and reaches over 16 octaves. The second has no sign and 5 bits
+of exponent, and reaches over 32. Each block of 1,024 elements has a scale, in fp32 (Dettmers et al.
+2022, "8-bit Optimizers", have blocks too, and a table of values).
 
 **A code is a piece of fp32's own bits**: the last of the exponent, which tell the octaves below 2
 apart, and the first of the mantissa. The least power of 2 that they reach, 2^-15 or 2^-31, is added
@@ -85,6 +85,10 @@ def _decode(code: torch.Tensor, scale: torch.Tensor, exponent: int) -> torch.Ten
     """Return what codes without signs stand for."""
     y = ((code + (exponent << 3)) << CUT).view(torch.float32)
     return (y - 2.0 ** (exponent - 127)) * scale
+
+
+# The kernels. Their numbers are those of the constants above, which Triton does not read: 20 is
+# CUT, 112 and 96 are the exponents.
 
 
 @jit

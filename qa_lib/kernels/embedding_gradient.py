@@ -3,11 +3,11 @@
 The gradient of a table of embeddings has in each row the sum of the gradients of the tokens that
 looked the row up. BERT has three tables, of very different kinds: most of the 30,522 words have no
 token in a batch, and "the" has hundreds; each of the 512 positions has one token a sample; two
-token types share all tokens. PyTorch sorts the ids, in a dozen launches a table. Its compiler adds
-to a table in fp32 by atomic additions, in an order that differs in each run, after a launch that
-fills the table with zeros and before one that converts it: for words 94 MB written, and read again
-for the 47 MB that are wanted in bf16. Here the tokens are divided into chunks of CHUNK, which are
-few enough to be compared each with each:
+token types share all tokens. PyTorch sorts the ids, in a dozen launches a table. Its compiler fills
+a table in fp32 with zeros, adds to it by atomic additions, in an order that differs in each run,
+and converts it: for words 94 MB are written, and read again for the 47 MB that are wanted in bf16.
+
+Here the tokens are divided into chunks of CHUNK, few enough to be compared each with each:
 
 - A table `places`, a byte for each row and chunk, begins as zeros.
 - `embedding_chunk_sums_kernel` has a program for each chunk, and for some columns of it. A token
@@ -25,9 +25,9 @@ inputs give equal bits. Nothing asks the device for sizes, so that a captured gr
 Bytes, for 5,632 tokens of width 768 in bf16 and the table of words: 47 MB of it are written, the
 gradient of the tokens is read up to twice (17 MB, the second time partly from the cache), `places`
 has 3 MB and the sums of chunks have fewer than that. That takes 16 µs at the 4.2 TB/s of an H200;
-41 were measured with the launch of the zeros, where zeros, index_add_ and a cast take 99. Positions
-and token types move 9 to 17 MB and wait for memory rather than fill its bandwidth: 17 and 10 µs,
-for 40 and 67.
+41 were measured, with the launch that zeroes `places`. Positions and token types move 9 to 17 MB
+and wait for memory rather than fill its bandwidth. They take 17 and 10 µs. By zeros, index_add_ and
+a cast the three tables take 99, 40 and 67.
 
 On a CPU, and where PyTorch's compiler traces, it is PyTorch's own embedding. The kernels are for
 GPUs of compute capability 7.5 and newer.

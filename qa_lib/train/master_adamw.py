@@ -101,9 +101,10 @@ class MasterAdamW(torch.optim.Optimizer):
     With `max_norm`, gradients are taken as if all of them were clipped to that norm, which saves
     clip_grad_norm_ its pass over them. `moments` is the type of both, fp32, bf16, or uint8 for
     codes. Without `masters` new weights in bf16 are rounded at random, and nothing else is kept of
-    them. Nothing waits for the device: rate and step count are tensors on it. Raises UserError for
-    parameters of another type, and for a state that was made for weights of another type, or with
-    masters for an optimizer without them.
+    them. Nothing waits for the device: rate and step count are tensors on it.
+
+    Raises UserError for parameters of another type. Loading raises it for a state of weights of
+    another type, for one with masters into an optimizer without them, and the other way round.
 
         import torch
         from qa_lib import MasterAdamW

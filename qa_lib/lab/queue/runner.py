@@ -80,17 +80,16 @@ class Archives:
     def keep_all(self) -> None:
         """Archive the runs of the plan's groups that are in folders and have a result."""
         for name in sorted({group.runs_group(self.card) for group in self.plan.groups}):
-            runs = [run for run in read_runs(self.runs, name) if run.folder is not None]
-            self._write(name, [run for run in runs if run.record["status"] in HAS_RESULT])
+            self._write(name, [run for run in read_runs(self.runs, name) if run.folder is not None])
 
     def keep(self, spec: Spec) -> None:
         """Archive the run of a spec, if it has a result."""
         group, run_id = spec.run_path.parts
-        runs = [run for run in read_runs(self.runs, group) if run.key == (group, run_id)]
-        self._write(group, [run for run in runs if run.record["status"] in HAS_RESULT])
+        self._write(group, [run for run in read_runs(self.runs, group) if run.key[1] == run_id])
 
     def _write(self, name: str, runs: list[Run]) -> None:
-        """Add runs to the archive of a group, and copy it; nothing without runs."""
+        """Add those runs that have a result to the archive of a group, and copy it."""
+        runs = [run for run in runs if run.record["status"] in HAS_RESULT]
         if not runs:
             return
         path = self.runs / f"{name}.jsonl"

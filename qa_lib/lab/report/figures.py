@@ -109,8 +109,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
     Beside each bar stand its factors to the baseline, by samples/s and by kernel time where most
-    have that, and to the nearest ancestor that is shown. Of a long ladder only `_large_rungs` are
-    drawn.
+    have that, and to the nearest ancestor that is shown. A long ladder has its `_large_rungs`
+    alone.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
@@ -156,9 +156,8 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
 def _large_rungs(lines: pd.DataFrame, base: str) -> pd.DataFrame:
     """Return the lines of a ladder that are drawn, all of them where they are at most MOST.
 
-    Of more, those stay that train LARGE times as fast as the variant that they change, or as the
-    nearest before that one with a speed, those with the tag `headline`, and those that the title
-    speaks of.
+    Where there are more, three kinds stay: those that train LARGE times as fast as the nearest
+    ancestor with a speed, those with the tag `headline`, and those that the title speaks of.
     """
     if len(lines) <= MOST:
         return lines

@@ -1,8 +1,8 @@
 """The whole stack beside its rivals, from runs in turns: a table of README.md.
 
 A block is runs of several variants with one seed, one after the other on one host and of one code
-(docs/evidence.toml). Ratios are taken within blocks, so that neither the host nor the code of
-another day is in them, and then averaged.
+(docs/evidence.toml). Ratios are taken within blocks and then averaged, so that neither another host
+nor other code is in them. Blocks of several codes may stand together.
 """
 
 import pandas as pd
@@ -10,6 +10,7 @@ import pandas as pd
 from qa_lib.lab.report import evidence, spoken
 from qa_lib.lab.report.evidence import NotMeasured
 from qa_lib.lab.report.format import MISSING, factor, gain, number
+from qa_lib.lab.report.headline import TUNED_TRAINER
 from qa_lib.lab.report.stats import BEST_F1, LEVEL, by_seed, compare, interval
 from qa_lib.lab.report.tables import markdown
 from qa_lib.spec.tasks import TASKS
@@ -18,7 +19,6 @@ from qa_lib.spec.variants import BASELINES
 # The quickest of the library, and the quickest in 16 bits.
 STACK, STACK_16_BITS = TASKS["qa"].on_gpu[:2]
 PLAIN = "E-searched"
-TRAINER = "A0-tuned"
 TRAINER_AS_IT_COMES = "A0-defaults"
 # Quicker and leaner than the stack, and scored on one small model alone.
 WITHOUT_MASTERS = "E-fp8-rounded"
@@ -26,7 +26,7 @@ WITHOUT_MASTERS = "E-fp8-rounded"
 SHOWN = (
     TRAINER_AS_IT_COMES,
     BASELINES["qa"],
-    TRAINER,
+    TUNED_TRAINER,
     PLAIN,
     STACK_16_BITS,
     STACK,
@@ -65,20 +65,24 @@ def beside_rivals(runs: pd.DataFrame) -> str:
 
 
 def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return the newest timed runs that have the stack beside the most of its rivals.
+    """Return the blocks of runs that have the stack beside the most of its rivals.
 
-    They are of one group, code, model and data, at every micro-batch that was run so. Raises
-    NotMeasured where the stack and plain PyTorch have not both run.
+    They are of one group, model and data, at every micro-batch that was run so, and have a column
+    `block`, which tells them apart. Raises NotMeasured where no block has the stack and plain
+    PyTorch.
     """
     is_shown = runs["spec.variant"].isin(SHOWN) & (runs["spec.preset.name"] == "bench")
     timed = runs[is_shown & (runs["status"] == "ok") & (runs["spec.search"] == "")]
+    timed = timed.assign(block=timed["code"] + " " + timed["spec.seed"].astype(str))
+    in_block = timed.groupby(["group", "model", "data", "length", "micro_batch", "block"])
+    beside_stack = timed[in_block["spec.variant"].transform(lambda names: STACK in set(names))]
     parts = [
         part
-        for _, part in timed.groupby(["group", "code", "model", "data", "length"], dropna=False)
-        if {STACK, PLAIN} <= set(part["spec.variant"])
+        for _, part in beside_stack.groupby(["group", "model", "data", "length"])
+        if PLAIN in set(part["spec.variant"])
     ]
     if not parts:
-        raise NotMeasured(f"{STACK} and {PLAIN} have not both been timed with one code")
+        raise NotMeasured(f"{STACK} and {PLAIN} have not both been timed in one block")
     return max(parts, key=_rank)
 
 
@@ -90,23 +94,31 @@ def _rank(runs: pd.DataFrame) -> tuple:
 def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
     """Return a line for each of SHOWN that was timed at one micro-batch, indexed by variant.
 
-    Columns: n, its runs; samples_per_s; step_ms and kernel_ms, of an optimizer step; blocks, those
-    that have the stack too; lead and lead±, the stack's speed over its own, and kernel_lead, its
-    kernel time over the stack's. Means over seeds; ratios over those blocks.
+    `runs` are those of `blocks_with_rivals`. Columns:
+
+    - n: its runs
+    - samples_per_s
+    - step_ms and kernel_ms, of an optimizer step
+    - lead and lead±: the stack's speed over its own
+    - kernel_lead: its kernel time over the stack's
+
+    All but n are means over blocks, each of which has the stack.
     """
-    speeds = by_seed(runs, SPEED)
-    kernels = by_seed(runs, KERNEL_MS).reindex(columns=speeds.columns)
+    of_block = runs.astype({SPEED: float, KERNEL_MS: float}).groupby(["block", "spec.variant"])
+    speeds = of_block[SPEED].mean().unstack()
+    kernels = of_block[KERNEL_MS].mean().unstack()
     first = runs.iloc[0]
     samples_a_step = first["batch"] or first["micro_batch"]
     lines = {}
-    for name in [name for name in SHOWN if name in speeds]:
+    for name in SHOWN:
+        if name not in speeds:
+            continue
         leads = (speeds[STACK] / speeds[name]).dropna()
         lines[name] = {
             "n": speeds[name].count(),
             "samples_per_s": speeds[name].mean(),
             "step_ms": 1e3 * samples_a_step / speeds[name].mean(),
             "kernel_ms": kernels[name].mean(),
-            "blocks": leads.count(),
             "lead": leads.mean(),
             "lead±": interval(leads),
             "kernel_lead": (kernels[name] / kernels[STACK]).mean(),
@@ -120,9 +132,9 @@ def _finding(table: pd.DataFrame, card: str) -> str:
         f"On one {card} {spoken.variant(STACK)} trains "
         f"{number(table.loc[PLAIN, 'lead'])} times as fast as {spoken.variant(PLAIN)}"
     )
-    if TRAINER in table.index:
-        lead = number(table.loc[TRAINER, "lead"])
-        text += f" and {lead} times as fast as {spoken.variant(TRAINER)}"
+    if TUNED_TRAINER in table.index:
+        lead = number(table.loc[TUNED_TRAINER, "lead"])
+        text += f" and {lead} times as fast as {spoken.variant(TUNED_TRAINER)}"
     return f"{text}."
 
 
@@ -148,10 +160,10 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
     said = []
     for size, part in blocks.groupby("micro_batch"):
         table = lead_table(part)
-        if size == shown or PLAIN not in table.index or STACK not in table.index:
+        if size == shown or PLAIN not in table.index:
             continue
         line = table.loc[PLAIN]
-        blocks_of_both = int(line["blocks"])
+        blocks_of_both = int(line["n"])
         said.append(
             f"{factor(line['lead'], line['lead±'])} at {size} samples in a forward pass "
             f"({blocks_of_both} block{'s' if blocks_of_both > 1 else ''})"
@@ -164,8 +176,8 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
 def f1_sentence(runs: pd.DataFrame) -> str:
     """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored.
 
-    It is of the runs at preset `quality` of one model, data and code that have the most seeds of
-    both.
+    It is of the runs at preset `quality` of one group, model, data and training that have the most
+    seeds of the stack and of 16 bits.
     """
     scored = runs[(runs["spec.preset.name"] == "quality") & (runs["spec.search"] == "")]
     parts = []

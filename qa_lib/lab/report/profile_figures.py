@@ -347,7 +347,7 @@ def fig_launches(profiled: dict, work: pd.DataFrame) -> Figure:
 def short_names(kernels: Sequence[str]) -> list[str]:
     """Return names of kernels in at most LETTERS letters, different ones where the names are.
 
-    Of a long name stay its beginning and what follows the last letter that it shares with another.
+    A long name keeps its beginning, and what follows the last letter that it shares with another.
     """
     plain = [re.sub(r"\bvoid |\bat::native::|\(anonymous namespace\)::", "", k) for k in kernels]
     names = []

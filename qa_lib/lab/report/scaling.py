@@ -295,8 +295,9 @@ def speed_finding(lines: pd.DataFrame) -> str:
         is_told = (part["variant"] == variant) & (part["world"] == world)
         for efficiency in part.loc[is_told, kind]:
             gain = factor(efficiency * world)
+            if not gains:
+                gain += " as fast as one"
             gains.append(f"{gain} at {size} {'samples each' if kind == 'weak' else 'in all'}")
-    gains[0] = gains[0].replace(" at", " as fast as one at", 1)
     return f"{world} GPUs train {', '.join(gains)} ({variant})"
 
 
