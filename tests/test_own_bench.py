@@ -1,5 +1,6 @@
 """The bench of one's own training: ways in turns, the file that it goes on from, the limit."""
 
+import itertools
 import json
 import math
 import re
@@ -129,11 +130,8 @@ class FakeWay:
         self.is_stopped = False
         FakeWay.made[name] = self
 
-    def await_import(self, deadline):
-        pass
-
-    def set_up(self, deadline):
-        self._fail("set_up")
+    def await_setup(self, deadline):
+        self._fail("await_setup")
         self.setup = {"setup_s": 1.0, "step_s": 1.0}
 
     def take_turn(self, deadline):
@@ -172,9 +170,8 @@ def test_ways_take_turns_round_after_round(ways, capsys):
     out, err = capsys.readouterr()
     assert measured(out) == IN_TURNS
     assert err.splitlines() == [
-        "round 1 of 2: all, which is set up first",
+        "set up at the same time: all, loop",
         "round 1 of 2: all",
-        "round 1 of 2: loop, which is set up first",
         "round 1 of 2: loop",
         "round 2 of 2: all",
         "round 2 of 2: loop",
@@ -249,7 +246,7 @@ def test_a_line_says_what_was_measured(ways, tmp_path, capsys):
     }
 
 
-@pytest.mark.parametrize("where", ["set_up", "take_turn"])
+@pytest.mark.parametrize("where", ["await_setup", "take_turn"])
 def test_a_way_that_fails_leaves_the_others_their_turns(ways, capsys, where):
     ways.faults["all", where] = WayFailed("OutOfMemoryError: CUDA out of memory")
     assert bench.main([*BRIEF, "all", "loop"]) == 1
@@ -266,7 +263,7 @@ def test_a_way_whose_setup_would_not_end_in_time_is_not_begun(ways, capsys):
     out, err = capsys.readouterr()
     assert measured(out) == [(0, "loop"), (1, "loop")]
     assert "trainer-tuned would not end in time" in err
-    assert not ways.made["trainer-tuned"].setup
+    assert list(ways.made) == ["loop"]
 
 
 def test_a_setup_that_was_measured_before_is_no_guess(ways, tmp_path, capsys):
@@ -287,6 +284,15 @@ def test_a_turn_that_would_not_end_in_time_is_not_begun(ways, capsys):
     assert measured(capsys.readouterr().out) == []
     assert bench.main([*words, "40"]) == 0
     assert len(measured(capsys.readouterr().out)) == 2
+
+
+def test_a_turn_is_expected_to_take_as_long_as_the_one_before(ways, capsys, monkeypatch):
+    """The warm-up's steps took a second, beside other ways' setups; those of a turn take half."""
+    clock = itertools.count(0, 10)
+    monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
+    # The second turn begins at 30 s: 31 steps of a second would end too late.
+    assert bench.main([*BRIEF, "loop", "--steps", "11", "--within", "58"]) == 0
+    assert measured(capsys.readouterr().out) == [(0, "loop"), (1, "loop")]
 
 
 def test_a_stopped_bench_prints_what_was_measured(ways, capsys):
@@ -316,13 +322,11 @@ def test_what_becomes_of_a_process_is_told(monkeypatch):
     words = ("raise", "end", "sleep")
     raising, ending, sleeping = ways = [bench_turns.Way(word, idle, (word,)) for word in words]
     try:
-        for way in ways:
-            way.await_import(math.inf)
         with pytest.raises(WayFailed, match=r"^ValueError: no such model$"):
-            raising.set_up(math.inf)
+            raising.await_setup(math.inf)
         with pytest.raises(WayFailed, match=r"^its process ended with 3$"):
-            ending.set_up(math.inf)
-        sleeping.set_up(math.inf)
+            ending.await_setup(math.inf)
+        sleeping.await_setup(math.inf)
         assert sleeping.setup == {"setup_s": 1.0, "step_s": 1.0}
         with pytest.raises(TimeIsUp):
             sleeping.take_turn(time.monotonic() + 0.1)

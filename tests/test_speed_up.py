@@ -23,6 +23,7 @@ from qa_lib.own import speed_up as sped_up
 from qa_lib.own.packing import PackedCollator
 from qa_lib.own.speed_up import KINDS, speed_up
 from tests.conftest import slow
+from tests.kernels import DEVICE
 from tests.material import refused
 from tests.own import HEADS, SIZES, drawn_samples, padded_batch, quiet, tiny_model
 from tests.pairs import combinations
@@ -384,6 +385,32 @@ def test_under_ddp_it_is_the_same(alone, batch):
     DistributedDataParallel(twin)(**batch).loss.backward()
     for parameter, other in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(parameter.grad, other.grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_new_is_on_the_device_of_the_model(kind):
+    """A kernel cannot read a seed in the CPU's memory, and models are sped up where they train."""
+    there = torch.device("meta")  # a device that every machine has
+    model = speed_up(tiny_model(kind, hidden_size=64, drops=True).to(there), say=quiet)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert any(name.endswith("seed") for name in tensors) or kind == "modernbert"
+    assert [name for name, tensor in tensors.items() if tensor.device != there] == []
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("collate", [padded_batch, PackedCollator()], ids=["padded", "packed"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_that_is_sped_up_on_its_device_is_near_to_the_plain_one(kind, collate):
+    """Where there is a GPU, this runs our kernels there, for heads that they take."""
+    samples = drawn_samples("sequences", 5)
+    expected = tiny_model(kind, hidden_size=64).train()(**padded_batch(samples)).loss.item()
+    model = speed_up(tiny_model(kind, hidden_size=64).to(DEVICE), say=quiet).train()
+    batch = {name: tensor.to(DEVICE) for name, tensor in collate(samples).items()}
+    with torch.autocast(DEVICE.type, torch.bfloat16):
+        loss = model(**batch).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected, abs=0.01)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
 
 
 @pytest.mark.parametrize("kind", ["bert", "mpnet"])

@@ -47,7 +47,13 @@ from qa_lib.kernels.varlen_attention import (
     varlen_attention_and_copy,
 )
 from qa_lib.model.architectures import encoder_of, layers_of
-from qa_lib.model.fused_blocks import HashDropout, leave_copy, take_copy, to_float8
+from qa_lib.model.fused_blocks import (
+    HashDropout,
+    hash_dropout_for,
+    leave_copy,
+    take_copy,
+    to_float8,
+)
 from qa_lib.spec.rules import unfit_heads
 
 
@@ -585,7 +591,7 @@ def use_varlen_attention(model: nn.Module, defers_bias: bool = True) -> None:
         raise UserError(why)
     for layer in layers_of(model):
         self_attention = layer.get_submodule(encoder_of(model).self_attention)
-        self_attention.dropout = HashDropout(self_attention.dropout.p)
+        self_attention.dropout = hash_dropout_for(self_attention, self_attention.dropout.p)
         if defers_bias and isinstance(self_attention, FusedSelfAttention):
             self_attention.qkv.__class__ = BiasDeferredLinear
 

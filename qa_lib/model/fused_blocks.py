@@ -54,13 +54,15 @@ from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 class HashDropout(nn.Module):
     """nn.Dropout with rate `p` for tensors of fewer than 2^31 elements.
 
-    Its `seed`, an int32, decides what it drops; `renew` draws it anew.
+    Its `seed`, an int32 on `device`, decides what it drops; `renew` draws it anew. A kernel reads
+    it, so it has to be on the device of the tensors.
     """
 
-    def __init__(self, p: float):
+    def __init__(self, p: float, device: torch.device | None = None):
         super().__init__()
         self.p = p
-        self.register_buffer("seed", torch.zeros((), dtype=torch.int32), persistent=False)
+        seed = torch.zeros((), dtype=torch.int32, device=device)
+        self.register_buffer("seed", seed, persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return hash_dropout(x, self.seed, self.p) if self.training and self.p else x
@@ -75,7 +77,12 @@ def use_hash_dropout(model: nn.Module) -> None:
     owners = [(model, encoder.embeddings_dropout or f"{encoder.embeddings[0]}.dropout")]
     owners += [(layer, name) for layer in layers_of(model) for name in encoder.dropouts]
     for owner, name in owners:
-        owner.set_submodule(name, HashDropout(owner.get_submodule(name).p))
+        owner.set_submodule(name, hash_dropout_for(owner, owner.get_submodule(name).p))
+
+
+def hash_dropout_for(module: nn.Module, p: float) -> HashDropout:
+    """Return a HashDropout with rate `p` on the device of a module's weights."""
+    return HashDropout(p, next(module.parameters()).device)
 
 
 def renew(model: nn.Module) -> None:
@@ -493,4 +500,4 @@ def use_fused_decoder(model: nn.Module) -> None:
 def use_causal_attention(model: nn.Module) -> None:
     """Have the fused training pass call our own attention kernel, in place."""
     for block in model.transformer.h:
-        block.attn.attn_dropout = HashDropout(block.attn.attn_dropout.p)
+        block.attn.attn_dropout = hash_dropout_for(block.attn, block.attn.attn_dropout.p)

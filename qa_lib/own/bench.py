@@ -104,6 +104,7 @@ SIZES = {
 RATE = 5e-5
 CLIP = 1.0
 FIRST_TOKEN = 10  # of random ones
+TOO_LATE = "{} would not end in time, and is left out from here on"
 EXAMPLE = """\
 examples, which take a BERT-base where there is a GPU: all ways, and two of them in one round
   python -m qa_lib.own.bench --task paragraphs
@@ -451,11 +452,13 @@ class Bench:
         ways = {}
         try:
             for way, rounds in missing.items():
-                if rounds:
+                if rounds and self._can_set_up(way):
                     words = (way, self.arguments, len(rounds))
                     ways[way] = Way(way, train_in_turns, words)
+            if ways:
+                say(f"set up at the same time: {', '.join(ways)}")
             for way in list(ways):
-                self._if_it_can(ways, way, self._await_import)
+                self._if_it_can(ways, way, self._await_setup)
             for number in range(self.arguments.rounds):
                 for way in list(ways):
                     if number in missing[way]:
@@ -477,29 +480,32 @@ class Bench:
             self.failed.append(name)
             say(f"{name} failed, and is left out from here on: {problem}")
         except TimeIsUp:
-            say(f"{name} would not end in time, and is left out from here on")
+            say(TOO_LATE.format(name))
         else:
             return
         ways.pop(name).stop()
 
-    def _await_import(self, way: Way) -> None:
-        way.await_import(self.deadline)
+    def _can_set_up(self, way: str) -> bool:
+        """Return whether a way's setup will probably end before the deadline; say so if not."""
+        card = self.settings["card"]
+        seconds = expected_setup_s(way, self.earlier, card, self.arguments.size)
+        if time.monotonic() + seconds <= self.deadline:
+            return True
+        say(TOO_LATE.format(way))
+        return False
+
+    def _await_setup(self, way: Way) -> None:
+        way.await_setup(self.deadline)
 
     def _turn(self, way: Way, number: int) -> None:
-        """Measure a way in a round, after it was set up; print and keep the line.
+        """Measure a way in a round; print and keep the line.
 
         Raises TimeIsUp where that would end, or has ended, after the deadline.
         """
-        place = f"round {number + 1} of {self.arguments.rounds}: {way.name}"
-        if not way.setup:
-            seconds = expected_setup_s(
-                way.name, self.earlier, self.settings["card"], self.arguments.size
-            )
-            self._check_time(seconds)
-            say(f"{place}, which is set up first")
-            way.set_up(self.deadline)
-        self._check_time(way.setup["step_s"] * (LEAD_IN + self.arguments.steps + PROFILED))
-        say(place)
+        steps = LEAD_IN + self.arguments.steps + PROFILED
+        if time.monotonic() + steps * self._expected_step_s(way) > self.deadline:
+            raise TimeIsUp
+        say(f"round {number + 1} of {self.arguments.rounds}: {way.name}")
         result = way.take_turn(self.deadline)
         line = self.settings | {
             "way": way.name,
@@ -517,10 +523,10 @@ class Bench:
             append_line(self.arguments.out, line)
         self.known.append(line)
 
-    def _check_time(self, seconds: float) -> None:
-        """Raise TimeIsUp where something of so many seconds would end after the deadline."""
-        if time.monotonic() + seconds > self.deadline:
-            raise TimeIsUp
+    def _expected_step_s(self, way: Way) -> float:
+        """Return the seconds of a step: the last turn's, or the warm-up's, which others slowed."""
+        turns = matching(self.known, {"way": way.name, "sitting": self.sitting})
+        return turns[-1]["step_ms"] / 1e3 if turns else way.setup["step_s"]
 
     def print_medians(self) -> None:
         """Print a table of the ways that were measured, in this call or before."""

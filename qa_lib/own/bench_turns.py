@@ -1,10 +1,12 @@
 """Ways to train that take turns, each in a process of its own, and the file of what was measured.
 
-A way is set up once: its process builds the model, compiles, warms up, and then waits. In each
-round every way is told in turn to train for some steps, so that a card that grows warm or is shared
-with others does not favour one of them. Where nobody's turn is, nothing runs. A process of its own
-gives a way its own peak of memory, keeps the settings that accelerate shares in a process apart,
-and can be ended while it compiles, as a limit of time may want it.
+A way is set up once: its process builds the model, compiles, warms up, and then waits. All ways are
+set up at the same time, since a compiler takes minutes and little of the GPU; turns begin when the
+last of them waits. In each round every way is told in turn to train for some steps, so that a card
+that grows warm or is shared with others does not favour one of them. Where nobody's turn is,
+nothing runs. A process of its own gives a way its own peak of memory, keeps the settings that
+accelerate shares in a process apart, and can be ended while it compiles, as a limit of time may
+want it.
 """
 
 import contextlib
@@ -148,8 +150,6 @@ def work(train: Callable, arguments: tuple, connection: Connection) -> None:
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started this one
     try:
-        connection.send({})  # all is imported
-        connection.recv()
         train(connection, *arguments)
     except (EOFError, BrokenPipeError):
         return  # nobody wants further turns
@@ -171,7 +171,7 @@ class TimeIsUp(Exception):
 
 
 class Way:
-    """A way to train, in a process of its own, which is started at once and waits.
+    """A way to train, in a process of its own, which sets itself up at once and then waits.
 
     `train` and `arguments` are those of `work`. Times are seconds of `time.monotonic`.
     """
@@ -185,23 +185,15 @@ class Way:
         self.process.start()
         other.close()
 
-    def await_import(self, deadline: float) -> None:
-        """Wait until the process has imported everything, so as not to disturb another's turn."""
-        self._answer(deadline)
-
-    def set_up(self, deadline: float) -> None:
-        """Build, compile and warm up, once."""
-        self._go_on()
+    def await_setup(self, deadline: float) -> None:
+        """Wait until the process has built, compiled and warmed up."""
         self.setup = self._answer(deadline)
 
     def take_turn(self, deadline: float) -> dict:
         """Train for a turn; return its result."""
-        self._go_on()
-        return self._answer(deadline)
-
-    def _go_on(self) -> None:
         with contextlib.suppress(BrokenPipeError):  # the answer says that it has ended
             self.connection.send("go on")
+        return self._answer(deadline)
 
     def _answer(self, deadline: float) -> dict:
         """Return what the process sends next.
@@ -271,7 +263,8 @@ def matching(lines: list[dict], wanted: dict) -> list[dict]:
 def expected_setup_s(way: str, lines: list[dict], card: str, size: str) -> float:
     """Return for how many seconds a way will be set up: the most on this card, or a guess.
 
-    The most, since a host that has just been started has compiled nothing before.
+    The most, since a host that has just been started has compiled nothing before, and since other
+    ways are set up beside it.
     """
     known = matching(lines, {"card": card, "size": size, "way": way})
     seconds = [line["setup_s"] for line in known]
