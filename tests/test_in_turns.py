@@ -4,8 +4,7 @@ import pandas as pd
 import pytest
 
 from qa_lib.lab.report import in_turns
-from qa_lib.lab.report.headline import TUNED_TRAINER
-from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS
+from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS, TUNED_TRAINER
 from tests.material import refused
 
 
@@ -23,6 +22,7 @@ def run(variant, seed, speed, kernel_ms, **more):
         "code.dirty": False,
         "model": "bert",
         "model.name": "bert-base",
+        "model.params_total": 110e6,
         "data": "squad",
         "length": 384,
         "training": "",
@@ -86,6 +86,13 @@ def test_runs_of_one_seed_and_two_codes_are_no_block():
     assert line["lead"] == pytest.approx((1.5 + 1.5 + 1.5 + 2.0) / 4)
 
 
+def test_a_headline_takes_three_blocks_that_have_plain_pytorch():
+    assert len(in_turns.enough_blocks(frame(*BLOCKS))) == len(BLOCKS)
+    two = [line for line in BLOCKS if line["spec.seed"] != 2]
+    refused("have not been timed in 3 blocks", in_turns.enough_blocks, frame(*two))
+    refused("have not both been timed", in_turns.enough_blocks, frame(*BLOCKS)[:0])
+
+
 def test_without_plain_pytorch_nothing_is_compared():
     refused("have not both been timed", in_turns.beside_rivals, frame(run(STACK, 0, 1.0, 1.0)))
 
@@ -95,25 +102,38 @@ def test_the_page_says_the_leads_and_those_at_other_sizes():
     at_128 += [run(STACK, 0, 1400.0, 21.0, micro_batch=128)]
     text = in_turns.beside_rivals(frame(*BLOCKS, *at_128))
     assert text.startswith(
-        "**On one H200 the full stack in 8 bits (E-fp8-gradients) trains 1.50 times as fast as "
-        "plain PyTorch at its best (E-searched) and 4.00 times as fast as the tuned Trainer "
-        "(A0-tuned).** Over plain PyTorch at its best (E-searched) it is ×1.40 at 128 samples in a "
-        "forward pass (1 block)."
+        "On one H200 the full stack in 8 bits (E-fp8-gradients) trains BERT-base **1.50 times as "
+        "fast as plain PyTorch at its best** (E-searched) and 4.00 times as fast as the tuned "
+        "Trainer (A0-tuned). Over plain PyTorch at its best (E-searched) it is ×1.40 at 128 "
+        "samples in a forward pass (1 block)."
     )
     row = "| plain PyTorch at its best (E-searched) | 3 | 2,000 | 16.0 | 30.0 | ×1.50 ± 0.00 |"
     assert row in text.replace("\N{NO-BREAK SPACE}", " ")
     assert "| the full stack in 8 bits (E-fp8-gradients) | 4 |" in text
 
 
-def test_f1_is_compared_over_equal_seeds():
-    scores = {STACK: 66.0, STACK_16_BITS: 66.5, PLAIN: 65.0}
-    quality = {"spec.preset.name": "quality", "group": "h200-quality", "model.name": "minilm"}
-    rows = [
-        run(name, seed, None, None, **quality, **{"quality.best_f1": score + seed})
+def scored(seeds, scores, **more):
+    """Runs of MiniLM that were scored: at each seed each variant's F1, which grows by the seed."""
+    quality = {
+        "spec.preset.name": "quality",
+        "group": "h200-quality",
+        "model": "minilm",
+        "model.name": "minilm",
+        "model.params_total": 23e6,
+    }
+    return [
+        run(name, seed, None, None, **quality | more, **{"quality.best_f1": score + seed})
         for name, score in scores.items()
-        for seed in range(3)
+        for seed in range(seeds)
     ]
-    rows.append(run(STACK, 9, None, None, **quality, **{"quality.best_f1": 90.0}))
+
+
+F1_OF_THREE = {STACK: 66.0, STACK_16_BITS: 66.5, PLAIN: 65.0}
+
+
+def test_f1_is_compared_over_equal_seeds():
+    rows = scored(3, F1_OF_THREE)
+    rows.append(rows[0] | {"spec.seed": 9, "quality.best_f1": 90.0})
     assert in_turns.f1_sentence(frame(*rows)) == (
         "F1 of MiniLM with the full stack in 8 bits (E-fp8-gradients): −0.50 ± 0.00 against the "
         "full stack in 16 bits (E-uncompiled) and +1.00 ± 0.00 against plain PyTorch at its best "
@@ -121,3 +141,10 @@ def test_f1_is_compared_over_equal_seeds():
         "All at the best threshold, over 3 equal seeds (group h200-quality)."
     )
     assert in_turns.f1_sentence(frame(*BLOCKS)) == ""
+
+
+@pytest.mark.parametrize(("seeds", "model"), [(2, "minilm"), (3, "mpnet")])
+def test_f1_is_that_of_the_largest_model_that_has_three_seeds(seeds, model):
+    of_mpnet = {"model": "mpnet", "model.name": "mpnet", "model.params_total": 109e6}
+    rows = scored(5, F1_OF_THREE) + scored(seeds, F1_OF_THREE, **of_mpnet)
+    assert set(in_turns.scored_part(frame(*rows))["model.name"]) == {model}

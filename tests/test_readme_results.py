@@ -8,8 +8,10 @@ import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, headline, readme, variants_table
+from qa_lib.lab.report import cli, evidence, headline, in_turns, readme, variants_table
 from qa_lib.lab.report.evidence import select
+from qa_lib.lab.report.format import gain
+from qa_lib.lab.report.stats import BEST_F1, compare
 from qa_lib.records.archive import read_runs, write_archive
 from qa_lib.spec.tasks import TASKS
 from qa_lib.spec.variants import RECOMMENDED
@@ -153,6 +155,35 @@ def with_whole_trainings():
         "time.first_step_s": 30.0,
     }
     return pd.concat([every, whole.assign(**columns)], ignore_index=True)
+
+
+def test_the_first_screen_has_the_lead_and_the_f1_of_runs_in_turns_on_whichever_card():
+    every = committed()
+    text = headline.first_screen(every, evidence.REFERENCE, Path("figures"))
+    minutes, lead, f1 = text.split("\n\n")[0].splitlines()
+    assert "minutes** on one H100" in minutes
+    blocks = in_turns.largest_part(in_turns.blocks_with_rivals(every))
+    assert lead == f"- {in_turns.finding(blocks)}"
+    scored = in_turns.scored_part(every)
+    change = gain(*compare(scored, in_turns.STACK, in_turns.PLAIN, BEST_F1))
+    assert f1.startswith(f"- Its F1 differs by **{change}** from that of plain PyTorch")
+    assert f"figures/{blocks['group'].iloc[0]}/rivals.png" in text
+
+
+def test_without_runs_in_turns_the_first_screen_is_the_headline_of_the_group():
+    every = committed()
+    without = every[every["spec.variant"] != in_turns.STACK]
+    assert headline.first_screen(without, evidence.REFERENCE, Path("figures")) == headline.headline(
+        without, evidence.REFERENCE, Path("figures")
+    )
+
+
+def test_an_f1_of_the_stack_that_was_not_measured_is_told():
+    every = committed()
+    unscored = every[every["spec.preset.name"] != "quality"]
+    text = headline.first_screen(unscored, evidence.REFERENCE, Path("figures"))
+    assert "has not been measured beside plain PyTorch's" in text
+    assert "*F1:*" not in text
 
 
 def test_minutes_are_projected_where_no_training_was_measured_whole():

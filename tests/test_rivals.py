@@ -3,7 +3,7 @@
 import pandas as pd
 import pytest
 
-from qa_lib.lab.report import rivals, spoken, style
+from qa_lib.lab.report import in_turns, rivals, spoken, style
 from qa_lib.lab.report.evidence import REFERENCE, select
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 from tests.material import committed, refused
@@ -59,6 +59,25 @@ def test_the_picture_has_a_bar_for_each_rival_and_names_the_lead(timed):
     assert names[-1] == f"the full stack in 16 bits\n({RECOMMENDED})"
     said = "\n".join(text.get_text() for text in axis.texts)
     assert f"{lead:.2f} × plain PyTorch at its best" in said
+
+
+def test_runs_in_turns_are_drawn_as_four_bars_with_their_own_factors():
+    turns = select(committed(), "h200-bench")
+    table = in_turns.lead_table(in_turns.largest_part(in_turns.blocks_with_rivals(turns)))
+    figure = rivals.fig_rivals(turns, "bert-base")
+    lead = table.loc[in_turns.PLAIN, "lead"]
+    assert style.title_of(figure) == (
+        f"The full stack in 8 bits trains {lead:.2f} times as fast as plain PyTorch at its best"
+    )
+    (axis,) = figure.axes
+    assert [bar.get_width() for bar in axis.patches] == [
+        table.loc[name, "samples_per_s"] for name in rivals.IN_TURNS
+    ]
+    said = [text.get_text() for text in axis.texts]
+    over_trainer = table.loc[in_turns.TUNED_TRAINER, "lead"]
+    assert said[-1] == (
+        f"{over_trainer:.2f} × the tuned Trainer\n{lead:.2f} × plain PyTorch at its best"
+    )
 
 
 # Spoken names.

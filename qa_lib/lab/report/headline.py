@@ -1,23 +1,58 @@
 """The result on one screen: minutes of a training, the lead over rivals, whether F1 is kept.
 
-README.md begins with it, and so does the report's notebook. The minutes are those of trainings
-that were measured whole, from the command to the end. Without such they are projected from the
-speeds of a bench group.
+README.md begins with it, and so does the report's notebook, which shows one group's. The minutes
+are those of trainings that were measured whole, from the command to the end. Without such they are
+projected from the speeds of a bench group.
 """
 
+import contextlib
 from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, rivals, spoken
+from qa_lib.lab.report import evidence, in_turns, rivals, spoken
 from qa_lib.lab.report.figures import picture_link, timed
 from qa_lib.lab.report.format import gain, number
-from qa_lib.lab.report.stats import BASELINE, BEST_F1, LEVEL, MARGIN, equivalence
+from qa_lib.lab.report.stats import (
+    BASELINE,
+    BEST_F1,
+    F1,
+    LEVEL,
+    MARGIN,
+    by_seed,
+    compare,
+    equivalence,
+)
 from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
-TUNED_TRAINER = "A0-tuned"
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
+
+
+def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return what README.md begins with, as Markdown.
+
+    Where runs in turns have the stack in 8 bits beside plain PyTorch, its lead and its F1 are
+    theirs, on whichever card that was; the minutes are those of the group. Else it is what
+    `headline` returns, which also says what the arguments are.
+
+    Raises NotMeasured where the minutes are not known.
+    """
+    try:
+        blocks = in_turns.enough_blocks(runs)
+    except evidence.NotMeasured:
+        return headline(runs, group, figures)
+    chosen = evidence.select(runs, group)
+    model = blocks["model.name"].iloc[0]
+    minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
+    f1, source_of_f1 = _f1_of_stack(runs, blocks)
+    speed = f"*Speed:* runs in turns, group {blocks['group'].iloc[0]}; [more](#results)."
+    return _screen(
+        [minutes, in_turns.finding(blocks), f1],
+        figures / blocks["group"].iloc[0] / "rivals.png",
+        _not_shown(runs, chosen, model),
+        [source_of_minutes, speed, *source_of_f1],
+    )
 
 
 def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
@@ -34,11 +69,20 @@ def headline(runs: pd.DataFrame, group: str, figures: Path = Path()) -> str:
     model = shown_model(runs, group)
     minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
     kept, source_of_f1 = _kept(runs, group)
-    sources = [source_of_minutes, *source_of_f1, _costs(timed(chosen), chosen)]
-    paragraphs = [
-        f"- {minutes}\n- {_lead(rivals.compared(chosen, model))}\n- {kept}",
-        picture_link(figures / group / "rivals.png"),
+    return _screen(
+        [minutes, _lead(chosen, model), kept],
+        figures / group / "rivals.png",
         _not_shown(runs, chosen, model),
+        [source_of_minutes, *source_of_f1, _costs(timed(chosen), chosen)],
+    )
+
+
+def _screen(findings: list[str], picture: Path, not_shown: str, sources: list[str]) -> str:
+    """Return the findings as a list, the picture if it was drawn, and the sources, folded."""
+    paragraphs = [
+        "\n".join(f"- {finding}" for finding in findings),
+        picture_link(picture),
+        not_shown,
         folded("Where these numbers come from", "\n".join(f"- {part}" for part in sources)),
     ]
     return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
@@ -95,12 +139,16 @@ def judged(runs: pd.DataFrame, group: str) -> pd.DataFrame:
 # The lead over rivals, and memory.
 
 
-def _lead(lines: pd.DataFrame) -> str:
+def _lead(chosen: pd.DataFrame, model: str) -> str:
     """Return the lead over the strongest rival, and over the strongest Trainer where that is none.
 
-    `lines` are those of `rivals.compared`.
+    `chosen` are the runs of one group. Its runs in turns count, or else the means of all runs.
+
+    Raises NotMeasured where the recommended variant or all rivals are missing.
     """
-    factors = rivals.leads(lines)
+    with contextlib.suppress(evidence.NotMeasured):
+        return in_turns.finding(in_turns.enough_blocks(chosen[chosen["model.name"] == model]))
+    factors = rivals.leads(rivals.compared(chosen, model))
     strongest = min(factors, key=factors.get)
     text = (
         f"{spoken.capital(spoken.variant(RECOMMENDED))} trains **{number(factors.pop(strongest))} "
@@ -325,21 +373,47 @@ def _kept(runs: pd.DataFrame, group: str) -> tuple[str, list[str]]:
         finding = f"does not fall {MARGIN:g} point below that of {baseline}"
     else:
         finding = f"is not shown to stay within {MARGIN:g} point of that of {baseline}"
-    run = judging[judging["spec.variant"] == RECOMMENDED].iloc[0]
-    on_which = "on the same model"
-    if run["model.name"] != shown_model(runs, group):
-        on_which = (
-            f"on a smaller model ({spoken.model(run['model.name'])}, "
-            f"{run['model.params_total'] / 1e6:.0f} M parameters)"
-        )
+    of_recommended = judging[judging["spec.variant"] == RECOMMENDED]
+    on_which = _on_which(of_recommended, shown_model(runs, group))
     at_best = gain(compared["best_delta"], compared["best_delta±"])
     at_zero = gain(compared["delta"], compared["delta±"])
     source = (
         f'*F1:* its change at the best threshold for "no answer"; at threshold 0 it is {at_zero}. '
         f"Both are means over {compared['n']} seeds with {LEVEL} % intervals, "
-        f"group {run['group']}."
+        f"group {of_recommended['group'].iloc[0]}."
     )
     return f"F1 {finding}: **{at_best}**, measured {on_which}.", [source]
+
+
+def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str]]:
+    """Return the F1 of the stack in 8 bits against plain PyTorch in a sentence, and its source, if
+    it has one.
+
+    `timed` are the runs whose speed stands beside.
+    """
+    stack = spoken.variant(in_turns.STACK)
+    scored = in_turns.scored_part(runs)
+    if in_turns.PLAIN not in set(scored["spec.variant"]):
+        return f"The F1 of {stack} has not been measured beside plain PyTorch's.", []
+    pair = (in_turns.STACK, in_turns.PLAIN)
+    at_best = gain(*compare(scored, *pair, BEST_F1))
+    at_zero = gain(*compare(scored, *pair, F1))
+    seeds = len(by_seed(scored, BEST_F1)[list(pair)].dropna())
+    source = (
+        f'*F1:* at the best threshold for "no answer"; at threshold 0 it is {at_zero}. Both are '
+        f"means over {seeds} seeds with {LEVEL} % intervals, group {scored['group'].iloc[0]}."
+    )
+    finding = f"Its F1 differs by **{at_best}** from that of {spoken.variant(in_turns.PLAIN)}"
+    return f"{finding}, measured {_on_which(scored, timed['model.name'].iloc[0])}.", [source]
+
+
+def _on_which(scored: pd.DataFrame, model: str) -> str:
+    """Return whether runs that were scored are of the model whose speed is shown, in words."""
+    first = scored.iloc[0]
+    if first["model.name"] == model:
+        return "on the same model"
+    millions = first["model.params_total"] / 1e6
+    return f"on a smaller model ({spoken.model(first['model.name'])}, {millions:.0f} M parameters)"
 
 
 def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame, model: str) -> str:
@@ -353,9 +427,10 @@ def _not_shown(runs: pd.DataFrame, chosen: pd.DataFrame, model: str) -> str:
     missing = []
     if not scored_sizes.isin(sizes).any():
         missing.append(f"the F1 of {spoken.model(model)} itself")
-    if TUNED_TRAINER not in set(runs["spec.variant"]):
+    if in_turns.TUNED_TRAINER not in set(runs["spec.variant"]):
         missing.append(
-            f"{spoken.variant(TUNED_TRAINER)}, which a search found quicker than the compiled one"
+            f"{spoken.variant(in_turns.TUNED_TRAINER)}, which a search found quicker than the "
+            "compiled one"
         )
     missing.append(f"anything on another card than the {' and '.join(map(spoken.card, gpus))}")
     sentence = f"**Not shown:** {'; '.join(missing)}"

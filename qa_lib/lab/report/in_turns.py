@@ -1,4 +1,4 @@
-"""The whole stack beside its rivals, from runs in turns: a table of README.md.
+"""The whole stack beside its rivals, from runs in turns: README.md's first lines and a table.
 
 A block is runs of several variants with one seed, one after the other on one host and of one code
 (docs/evidence.toml). Ratios are taken within blocks and then averaged, so that neither another host
@@ -10,7 +10,6 @@ import pandas as pd
 from qa_lib.lab.report import evidence, spoken
 from qa_lib.lab.report.evidence import NotMeasured
 from qa_lib.lab.report.format import MISSING, factor, gain, number
-from qa_lib.lab.report.headline import TUNED_TRAINER
 from qa_lib.lab.report.stats import BEST_F1, LEVEL, by_seed, compare, interval
 from qa_lib.lab.report.tables import markdown
 from qa_lib.spec.tasks import TASKS
@@ -19,6 +18,7 @@ from qa_lib.spec.variants import BASELINES
 # The quickest of the library, and the quickest in 16 bits.
 STACK, STACK_16_BITS = TASKS["qa"].on_gpu[:2]
 PLAIN = "E-searched"
+TUNED_TRAINER = "A0-tuned"
 TRAINER_AS_IT_COMES = "A0-defaults"
 # Quicker and leaner than the stack, and scored on one small model alone.
 WITHOUT_MASTERS = "E-fp8-rounded"
@@ -34,6 +34,8 @@ SHOWN = (
 )
 SPEED = "speed.samples_per_s"
 KERNEL_MS = "time.kernel_ms"
+ENOUGH_BLOCKS = 3  # for an interval
+ENOUGH_SEEDS = 3  # for the F1 of a model to go before that of a smaller one
 
 
 def beside_rivals(runs: pd.DataFrame) -> str:
@@ -43,22 +45,19 @@ def beside_rivals(runs: pd.DataFrame) -> str:
     PyTorch.
     """
     blocks = blocks_with_rivals(runs)
-    sizes = blocks.groupby("micro_batch")
-    size = max(sizes.groups, key=lambda size: _rank(sizes.get_group(size)))
-    at_size = sizes.get_group(size)
-    table = lead_table(at_size)
+    at_size = largest_part(blocks)
     first = at_size.iloc[0]
-    card = spoken.card(first["env.gpu"])
+    size = first["micro_batch"]
     source = (
-        f"Runs in turns on one {card}: {size} samples of {first['data']} in a forward pass, "
-        f"{spoken.model(first['model.name'])} with random weights, group {first['group']}, code "
-        f"{evidence.commits(at_size)}. Leads are means over blocks that have both, with {LEVEL} % "
-        "intervals from three blocks on. By kernels: the time for which a step's kernels run, "
-        "without what the GPU waits for the host."
+        f"Runs in turns on one {spoken.card(first['env.gpu'])}: {size} samples of {first['data']} "
+        f"in a forward pass, {spoken.model(first['model.name'])} with random weights, group "
+        f"{first['group']}, code {evidence.commits(at_size)}. Leads are means over blocks that "
+        f"have both, with {LEVEL} % intervals from three blocks on. By kernels: the time for which "
+        "a step's kernels run, without what the GPU waits for the host."
     )
     paragraphs = [
-        f"**{_finding(table, card)}**{_other_sizes(blocks, size)} {f1_sentence(runs)}".rstrip(),
-        markdown(_in_words(table)),
+        f"{finding(at_size)}{_other_sizes(blocks, size)} {f1_sentence(runs)}".rstrip(),
+        markdown(_in_words(lead_table(at_size))),
         source,
     ]
     return "\n\n".join(paragraphs)
@@ -74,8 +73,9 @@ def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
     is_shown = runs["spec.variant"].isin(SHOWN) & (runs["spec.preset.name"] == "bench")
     timed = runs[is_shown & (runs["status"] == "ok") & (runs["spec.search"] == "")]
     timed = timed.assign(block=timed["code"] + " " + timed["spec.seed"].astype(str))
-    in_block = timed.groupby(["group", "model", "data", "length", "micro_batch", "block"])
-    beside_stack = timed[in_block["spec.variant"].transform(lambda names: STACK in set(names))]
+    block = ["group", "model", "data", "length", "micro_batch", "block"]
+    is_stack = timed["spec.variant"].eq(STACK)
+    beside_stack = timed[is_stack.groupby([timed[name] for name in block]).transform("any")]
     parts = [
         part
         for _, part in beside_stack.groupby(["group", "model", "data", "length"])
@@ -84,6 +84,26 @@ def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
     if not parts:
         raise NotMeasured(f"{STACK} and {PLAIN} have not both been timed in one block")
     return max(parts, key=_rank)
+
+
+def largest_part(blocks: pd.DataFrame) -> pd.DataFrame:
+    """Return the blocks of one micro-batch: that of the most variants and runs.
+
+    `blocks` are those of `blocks_with_rivals`.
+    """
+    return max((part for _, part in blocks.groupby("micro_batch")), key=_rank)
+
+
+def enough_blocks(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the blocks that a headline and its picture may speak of, all of one micro-batch.
+
+    Raises NotMeasured where fewer than ENOUGH_BLOCKS have the stack beside plain PyTorch.
+    """
+    blocks = largest_part(blocks_with_rivals(runs))
+    table = lead_table(blocks)
+    if PLAIN not in table.index or table.loc[PLAIN, "n"] < ENOUGH_BLOCKS:
+        raise NotMeasured(f"{STACK} and {PLAIN} have not been timed in {ENOUGH_BLOCKS} blocks")
+    return blocks
 
 
 def _rank(runs: pd.DataFrame) -> tuple:
@@ -97,7 +117,7 @@ def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
     `runs` are those of `blocks_with_rivals`. Columns:
 
     - n: its runs
-    - samples_per_s
+    - samples_per_s and samples_per_s±
     - step_ms and kernel_ms, of an optimizer step
     - lead and lead±: the stack's speed over its own
     - kernel_lead: its kernel time over the stack's
@@ -117,6 +137,7 @@ def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
         lines[name] = {
             "n": speeds[name].count(),
             "samples_per_s": speeds[name].mean(),
+            "samples_per_s±": interval(speeds[name].dropna()),
             "step_ms": 1e3 * samples_a_step / speeds[name].mean(),
             "kernel_ms": kernels[name].mean(),
             "lead": leads.mean(),
@@ -126,11 +147,17 @@ def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
     return pd.DataFrame.from_dict(lines, orient="index")
 
 
-def _finding(table: pd.DataFrame, card: str) -> str:
-    """Return the lead over plain PyTorch and the tuned Trainer in a sentence."""
+def finding(blocks: pd.DataFrame) -> str:
+    """Return the lead over plain PyTorch and the tuned Trainer in a sentence, as Markdown.
+
+    `blocks` are those of `largest_part`.
+    """
+    table = lead_table(blocks)
+    first = blocks.iloc[0]
     text = (
-        f"On one {card} {spoken.variant(STACK)} trains "
-        f"{number(table.loc[PLAIN, 'lead'])} times as fast as {spoken.variant(PLAIN)}"
+        f"On one {spoken.card(first['env.gpu'])} {spoken.variant(STACK)} trains "
+        f"{spoken.model(first['model.name'])} **{number(table.loc[PLAIN, 'lead'])} times as fast "
+        f"as {spoken.VARIANTS[PLAIN]}** ({PLAIN})"
     )
     if TUNED_TRAINER in table.index:
         lead = number(table.loc[TUNED_TRAINER, "lead"])
@@ -174,31 +201,42 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
 
 
 def f1_sentence(runs: pd.DataFrame) -> str:
-    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored.
+    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored."""
+    scored = scored_part(runs)
+    if scored.empty:
+        return ""
+    seeds = len(by_seed(scored, BEST_F1)[[STACK, STACK_16_BITS]].dropna())
+    model = spoken.model(scored["model.name"].iloc[0])
+    text = (
+        f"F1 of {model} with {spoken.variant(STACK)}: {_difference(scored, STACK, STACK_16_BITS)}"
+    )
+    if PLAIN in by_seed(scored, BEST_F1):
+        text += (
+            f" and {_difference(scored, STACK, PLAIN)}; of 16 bits "
+            f"{_difference(scored, STACK_16_BITS, PLAIN)}"
+        )
+    return (
+        f"{text}. All at the best threshold, over {seeds} equal seeds "
+        f"(group {scored['group'].iloc[0]})."
+    )
 
-    It is of the runs at preset `quality` of one group, model, data and training that have the most
-    seeds of the stack and of 16 bits.
+
+def scored_part(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs by which F1 of the stack is compared; none where it was never scored.
+
+    They are those at preset `quality` of one group, model, data and training. They have the stack
+    and 16 bits at ENOUGH_SEEDS equal seeds, if any have; then they are of the largest model, and
+    have the most seeds.
     """
     scored = runs[(runs["spec.preset.name"] == "quality") & (runs["spec.search"] == "")]
-    parts = []
+    parts = {}
     for _, part in scored.groupby(["group", "model", "data", "training"], dropna=False):
         scores = by_seed(part, BEST_F1)
         if {STACK, STACK_16_BITS} <= set(scores):
-            parts.append((scores[[STACK, STACK_16_BITS]].dropna(), part))
-    if not parts:
-        return ""
-    both, part = max(parts, key=lambda found: len(found[0]))
-    model = spoken.model(part["model.name"].iloc[0])
-    text = f"F1 of {model} with {spoken.variant(STACK)}: {_difference(part, STACK, STACK_16_BITS)}"
-    if PLAIN in by_seed(part, BEST_F1):
-        text += (
-            f" and {_difference(part, STACK, PLAIN)}; of 16 bits "
-            f"{_difference(part, STACK_16_BITS, PLAIN)}"
-        )
-    return (
-        f"{text}. All at the best threshold, over {len(both)} equal seeds "
-        f"(group {part['group'].iloc[0]})."
-    )
+            seeds = len(scores[[STACK, STACK_16_BITS]].dropna())
+            size = float(part["model.params_total"].iloc[0])
+            parts[seeds >= ENOUGH_SEEDS, size, seeds] = part
+    return parts[max(parts)] if parts else runs[:0]
 
 
 def _difference(runs: pd.DataFrame, variant: str, other: str) -> str:

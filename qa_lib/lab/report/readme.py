@@ -17,7 +17,7 @@ from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
 from qa_lib.lab.report.counters import kernel_use
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
-from qa_lib.lab.report.headline import folded, headline, judged
+from qa_lib.lab.report.headline import first_screen, folded, judged
 from qa_lib.lab.report.own_loop_table import own_loop
 from qa_lib.lab.report.stats import LEVEL, by_seed, interval
 from qa_lib.lab.report.tables import compact, markdown
@@ -120,7 +120,7 @@ def _content(block: Callable[..., str], runs: pd.DataFrame, group: str, figures:
 
 
 # The blocks. Each takes the runs of all committed groups, the group that is shown and the folder of
-# the figures, and returns Markdown. `headline`, the first, has a module of its own.
+# the figures, and returns Markdown. The first has a module of its own.
 
 
 def beside(runs: pd.DataFrame, group: str, figures: Path) -> str:
@@ -368,7 +368,7 @@ def _group_line(name: str, runs: pd.DataFrame) -> dict[str, str]:
 
 # The name in a block's markers -> the function that makes what stands between them.
 BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
-    "headline": headline,
+    "headline": first_screen,
     "beside": beside,
     "techniques": techniques,
     "variants": variants,
