@@ -205,7 +205,7 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with
     assert text.startswith(
         "- Three epochs of BERT-base take **2.5 minutes** on one H100 "
         "with the full stack in 16 bits (E-uncompiled), with the Trainer as most use it "
-        "(A0-longest) 14.0.\n"
+        "(A0-longest) 14.0. A0-longest trained for one epoch, "
     )
     assert "measured from the command to the last step, with nothing cached, on 1,000 " in text
     assert "Projected" not in text
@@ -213,7 +213,7 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with
 
 def test_one_epoch_stands_for_three_and_the_text_says_so(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
-    assert "A0-longest: one epoch was run, and its time after the start counts 3 times" in text
+    assert "A0-longest trained for one epoch, whose time after the start counts 3 times" in text
 
 
 def test_a_training_that_was_scored_is_measured_to_the_score(with_whole_trainings):

@@ -203,6 +203,12 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
         sentence = _minutes_sentence(minutes, chosen)
         if whole["spec.variant"].is_unique:
             sentence += " Each was timed once."
+        shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
+        if len(shortened):
+            sentence += (
+                f" {' and '.join(shortened)} trained for one epoch, whose time after the start "
+                f"counts {evidence.FULL_EPOCHS} times."
+            )
         return sentence, _source_of_measured(whole)
     table = projected(summary(chosen))
     minutes = table["minutes"]
@@ -234,19 +240,12 @@ def _source_of_measured(whole: pd.DataFrame) -> str:
     """Return the conditions under which whole trainings were taken."""
     first = whole.iloc[0]
     end = "the score" if whole["quality.f1"].notna().all() else "the last step"
-    text = (
+    return (
         f"*Minutes:* measured from the command to {end}, with nothing cached, on "
         f"{first['spec.n_train']:,.0f} samples ({first['data.name']}; all of SQuAD v2 makes "
         f"{evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
         f"group {first['group']}, code {evidence.commits(whole)}."
     )
-    shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
-    if len(shortened):
-        text += (
-            f" {', '.join(shortened)}: one epoch was run, and its time after the start counts "
-            f"{evidence.FULL_EPOCHS} times."
-        )
-    return text
 
 
 def _source_of_projected(table: pd.DataFrame) -> str:
