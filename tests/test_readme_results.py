@@ -170,6 +170,31 @@ def test_the_first_screen_has_the_lead_and_the_f1_of_runs_in_turns_on_whichever_
     assert f"figures/{blocks['group'].iloc[0]}/rivals.png" in text
 
 
+def test_the_first_screen_has_the_time_of_the_largest_model_that_both_trained_whole():
+    """Of one model the stack and plain PyTorch were timed; of a larger one only the stack was."""
+    every = committed()
+    whole = every[every["group"] == "h100-80gb-hbm3-minutes"].iloc[[0]]
+    names = {"group": "h200-quality", "spec.hardware": "h200", "env.gpu": "NVIDIA H200"}
+    of_mpnet = {"model.name": "all-mpnet-base-v2", "model.params_total": 109e6, **names}
+    epochs = {evidence.EPOCHS: 3.0, "spec.n_train": 64534, "micro_batch": 32}
+    times = {"time.compile_cached": False, "time.first_step_s": 9.0, "time.notebook_s": 75.0}
+    stack, plain, larger = (
+        whole.assign(**of_mpnet, **epochs, **times).assign(**{"spec.variant": name, **more})
+        for name, more in (
+            (in_turns.STACK, {}),
+            (in_turns.PLAIN, {"time.notebook_s": 150.0}),
+            (in_turns.STACK, {"model.name": "large", "model.params_total": 335e6}),
+        )
+    )
+    every = pd.concat([every, stack, plain, larger], ignore_index=True)
+    text = headline.first_screen(every, evidence.REFERENCE, Path("figures"))
+    assert text.startswith(
+        "- Three epochs of MPNet-base on 64,534 samples take **75 seconds** on one H200 with the "
+        "full stack in 8 bits (E-fp8-gradients), with plain PyTorch at its best (E-searched) "
+        "2.5 minutes.\n"
+    )
+
+
 def test_without_runs_in_turns_the_first_screen_is_the_headline_of_the_group():
     every = committed()
     without = every[every["spec.variant"] != in_turns.STACK]
