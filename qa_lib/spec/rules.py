@@ -196,12 +196,15 @@ def _kernel_conflicts(settings: Settings) -> Iterator[str]:
         why = "the adapters' query, key and value are fused away"
         yield _clash(settings, "qkv", "trainable", why)
     if settings.attention_projections == "fp8":
-        if settings.qkv != "fused":
+        if settings.attention not in ("triton-varlen", "triton-causal"):
+            why = (
+                "8 bits have been tried beside our own kernel alone: attention=triton-varlen, of "
+                "a decoder triton-causal"
+            )
+            yield _clash(settings, "attention_projections", "attention", why)
+        if settings.attention == "triton-varlen" and settings.qkv != "fused":
             why = "it is one linear layer of all three that has 8 bits: qkv=fused"
             yield _clash(settings, "attention_projections", "qkv", why)
-        if settings.attention != "triton-varlen":
-            why = "8 bits have been tried beside our own kernel alone: attention=triton-varlen"
-            yield _clash(settings, "attention_projections", "attention", why)
 
 
 def _quantization_conflicts(settings: Settings) -> Iterator[str]:
