@@ -21,7 +21,9 @@ from qa_lib.lab.report import evidence, facts
 from qa_lib.lab.report.format import MISSING, factor, gain, number, percent, points
 from qa_lib.lab.report.stats import (
     BASELINE,
+    BEST_EXACT,
     BEST_F1,
+    EXACT,
     F1,
     FAILS,
     HOLDS,
@@ -34,8 +36,6 @@ from qa_lib.lab.report.stats import (
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 
 NEAR = 0.10  # a ratio of speeds within so much of theirs agrees with it
-EXACT = "quality.exact"  # exact match at threshold 0
-BEST_EXACT = "quality.best_exact"
 TIMED_STEPS = 500  # that the reference project's protocol asks for
 NOT_MEASURED = "not measured on this card"
 CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
