@@ -220,17 +220,19 @@ def test_a_backend_that_was_timed_has_a_verdict(measured):
 THEIR_SCORING = pd.Series({"A1": 100.0, "A2": 90.0, "A4": 150.0})
 
 
-def scored_in(**seconds):
+def scored_in(*more, **seconds):
     """What is measured of runs that were scored in so many seconds; None shared its GPU."""
+    common = {"spec.seed": 0, "status": "ok", "group": "h200-quality", "code": "a"}
     lines = [
-        {"spec.variant": name, "spec.seed": 0, "status": "ok", "time.eval_s": value}
-        for name, value in seconds.items()
+        common | {"spec.variant": name, "time.eval_s": value} for name, value in seconds.items()
     ]
-    return SimpleNamespace(scored=pd.DataFrame(lines))
+    return SimpleNamespace(scored=pd.DataFrame([*lines, *(lines[0] | line for line in more)]))
 
 
 def test_scoring_speed_is_told_where_the_baseline_was_scored_alone():
-    lines = claims._scoring_speeds(scored_in(A1=6.0, A4=3.0), THEIR_SCORING)
+    elsewhere = {"spec.variant": "A2", "group": "h100-quality"}
+    older = {"spec.variant": "A2", "code": "b"}
+    lines = claims._scoring_speeds(scored_in(elsewhere, older, A1=6.0, A4=3.0), THEIR_SCORING)
     assert lines == [
         ("Scoring speed, × A1", "A2", "×0.90", Found("not measured on this card", CANNOT_TELL)),
         ("Scoring speed, × A1", "A4", "×1.50", Found("×2.00", FAILS)),

@@ -561,10 +561,14 @@ def _scoring_speeds(measured: Measured, theirs: pd.Series) -> list[tuple[str, st
     """Return each variant's speed of scoring over the baseline's, as `published_numbers` does.
 
     It is one line where the baseline has no time of its own: runs that share a GPU record none.
+    Times of another card, or of other code than the baseline's, do not count.
     """
     claim = f"Scoring speed, × {BASELINE}"
     ratios = theirs.drop(BASELINE) / theirs[BASELINE]
-    seconds = by_seed(measured.scored, "time.eval_s")
+    timed = measured.scored.dropna(subset="time.eval_s")
+    is_baseline = timed["spec.variant"] == BASELINE
+    has_baseline = is_baseline.groupby([timed["group"], timed["code"]]).transform("any")
+    seconds = by_seed(timed[has_baseline.astype(bool)], "time.eval_s")
     if BASELINE not in seconds:
         said = ", ".join(f"{name} {factor(ratio)}" for name, ratio in ratios.items())
         reason = Found(f"no {BASELINE} was scored on a GPU of its own", CANNOT_TELL)
