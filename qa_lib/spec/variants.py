@@ -205,6 +205,7 @@ _TABLE = [
     Variant("L-fp8-gradients", parent="L-fp8-head", weight_gradients="fp8", why="FP8 GEMMs for the feed-forward weights' gradients as well, of operands that are written turned."),
     Variant("L-fp8-uncompiled", parent="L-fp8-gradients", compile="none", why="No compiler: norms and GELU then write the operands in 8 bits themselves."),
     Variant("L-fp8-all", parent="L-fp8-uncompiled", attention_projections="fp8", why="FP8 GEMMs around attention as well, whose operands the kernels beside them write."),
+    Variant("L-fp8-all-nodropout", parent="L-fp8-all", dropout="none", why="The same without dropout, as large models are trained today."),
     Variant("L-fp8-head-nodropout", parent="L-fp8-head", dropout="none", why="The same without dropout, as large models are trained today.", tags=("headline",)),
     Variant("L-fp8-head-uncompiled", parent="L-fp8-head", compile="none", why="No compiler at all: our own kernels do what it would."),
     Variant("L-moments-nodropout", parent="L-moments", dropout="none", why="The same without dropout, as large models are trained today.", tags=("headline",)),
