@@ -303,22 +303,23 @@ def test_a_way_whose_setup_would_not_end_in_time_is_not_begun(ways, capsys):
 
 
 def test_a_setup_that_was_measured_before_is_no_guess(ways, tmp_path, capsys):
+    """Setups may take half of the time."""
     path = tmp_path / "lines.jsonl"
     known = {"card": "cpu", "size": "tiny", "way": "trainer-tuned", "setup_s": 30.0}
     path.write_text(json.dumps(known) + "\n" + json.dumps(known | {"setup_s": 5.0}) + "\n")
     words = [*BRIEF, "trainer-tuned", "--out", str(path), "--within"]
-    assert bench.main([*words, "25"]) == 0
+    assert bench.main([*words, "59"]) == 0
     assert measured(capsys.readouterr().out) == []
-    assert bench.main([*words, "60"]) == 0
+    assert bench.main([*words, "70"]) == 0
     assert len(measured(capsys.readouterr().out)) == 2
 
 
 def test_a_turn_that_would_not_end_in_time_is_not_begun(ways, capsys):
-    """A turn of 31 steps, with those that are not timed, takes as many seconds."""
-    words = [*BRIEF, "loop", "--steps", "11", "--within"]
-    assert bench.main([*words, "30"]) == 0
+    """A turn of 41 steps, with those that are not timed, takes as many seconds."""
+    words = [*BRIEF, "loop", "--steps", "21", "--within"]
+    assert bench.main([*words, "41"]) == 0
     assert measured(capsys.readouterr().out) == []
-    assert bench.main([*words, "40"]) == 0
+    assert bench.main([*words, "50"]) == 0
     assert len(measured(capsys.readouterr().out)) == 2
 
 
@@ -326,8 +327,8 @@ def test_a_turn_is_expected_to_take_as_long_as_the_one_before(ways, capsys, monk
     """The warm-up's steps took a second, beside other ways' setups; those of a turn take half."""
     clock = itertools.count(0, 10)
     monkeypatch.setattr(bench.time, "monotonic", lambda: next(clock))
-    # The second turn begins at 30 s: 31 steps of a second would end too late.
-    assert bench.main([*BRIEF, "loop", "--steps", "11", "--within", "58"]) == 0
+    # The second turn begins at 40 s: 41 steps of a second would end too late.
+    assert bench.main([*BRIEF, "loop", "--steps", "21", "--within", "78"]) == 0
     assert measured(capsys.readouterr().out) == [(0, "loop"), (1, "loop")]
 
 

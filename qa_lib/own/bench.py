@@ -4,10 +4,10 @@ Ways to train the same model on the same samples are timed in turns, round after
 process of its own (bench_turns.py). Each measurement prints a line of JSON, and a table of medians
 comes last; stderr says which way is at work. With `--out FILE` the lines are appended to a file as
 well, and what it has of this card, code and these settings is not measured again. `--within` is a
-limit in seconds: what would not end in time is not begun, and what has not ended by then is
-stopped. Ctrl-C ends it with what has been measured, and a way that fails leaves the others their
-turns. Weights and tokens are random; the lengths are like those of the task's data, and a label is
-what a sample's first token says, so that losses fall.
+limit in seconds, of which setups may take half: what would not end in time is not begun, and what
+has not ended by then is stopped. Ctrl-C ends it with what has been measured, and a way that fails
+leaves the others their turns. Weights and tokens are random; the lengths are like those of the
+task's data, and a label is what a sample's first token says, so that losses fall.
 
 The ways, in BF16 where the device is a GPU:
 
@@ -429,7 +429,8 @@ def settings_of(arguments: argparse.Namespace) -> dict:
 class Bench:
     """The measurements of a call, in turns, and those that its file had before.
 
-    `deadline` is a time of `time.monotonic` in seconds.
+    `deadline` is a time of `time.monotonic` in seconds. Ways that are not set up in half of the
+    time until then are left out.
 
     Raises UserError for a file that cannot be read.
     """
@@ -437,6 +438,9 @@ class Bench:
     def __init__(self, arguments: argparse.Namespace, deadline: float):
         self.arguments = arguments
         self.deadline = deadline
+        # Turns begin when the last way is set up, so that one that compiles for long would leave
+        # the others none.
+        self.setup_deadline = (time.monotonic() + deadline) / 2
         self.settings = settings_of(arguments)
         self.earlier = lines_of(arguments.out) if arguments.out else []
         self.known = matching(self.earlier, self.settings)
@@ -458,12 +462,12 @@ class Bench:
                 say(f"set up at the same time: {', '.join(ways)}")
             crowded = []
             for way in list(ways):
-                self._if_it_can(ways, way, self._await_setup, crowded)
+                self._if_it_can(ways, way, self._await_setup, self.setup_deadline, crowded)
             for way in crowded:
                 say(f"{way} ran out of memory beside the others, and is set up again")
                 ways[way].stop()
                 ways[way] = self._begun(way, missing[way])
-                self._if_it_can(ways, way, self._await_setup)
+                self._if_it_can(ways, way, self._await_setup, self.deadline)
             for number in range(self.arguments.rounds):
                 for way in list(ways):
                     if number in missing[way]:
@@ -491,10 +495,10 @@ class Bench:
         ways.pop(name).stop()
 
     def _can_set_up(self, way: str) -> bool:
-        """Return whether a way's setup will probably end before the deadline; say so if not."""
+        """Return whether a way's setup will probably end in half of the time; say so if not."""
         card = self.settings["card"]
         seconds = expected_setup_s(way, self.earlier, card, self.arguments.size)
-        if time.monotonic() + seconds <= self.deadline:
+        if time.monotonic() + seconds <= self.setup_deadline:
             return True
         say(TOO_LATE.format(way))
         return False
@@ -503,10 +507,13 @@ class Bench:
         """Return a way that has begun to set itself up for turns in these rounds."""
         return Way(way, train_in_turns, (way, self.arguments, len(rounds)))
 
-    def _await_setup(self, way: Way, crowded: list[str] | None = None) -> None:
-        """Wait for a way; note it in `crowded`, where that is given, if it lacks memory."""
+    def _await_setup(self, way: Way, end: float, crowded: list[str] | None = None) -> None:
+        """Wait for a way; note it in `crowded`, where that is given, if it lacks memory.
+
+        Raises TimeIsUp where it is not set up at the time `end`.
+        """
         try:
-            way.await_setup(self.deadline)
+            way.await_setup(end)
         except WayFailed as problem:
             if crowded is None or not problem.lacks_memory:
                 raise
