@@ -610,7 +610,7 @@ def test_allocations_are_drawn_in_their_order_and_not_by_the_hosts_clock():
     late = [(0.0, 1.0), (50.0, 3.0), (57.0, 2.0)]
     figure = profile_figures.allocations({"A1": profile_of(timeline=late)})
     (axis,) = figure.axes
-    assert style.title_of(figure) == "Within a step, the memory allocated reaches 3.00 MiB in A1"
+    assert style.title_of(figure) == "A step's allocated memory reaches 3.00 MiB in A1"
     assert axis.lines[0].get_xydata().tolist() == [[0, 1], [50, 3], [100, 2]]
     assert "in their order" in axis.get_xlabel()
 
@@ -668,6 +668,15 @@ def test_allocated_memory_is_drawn_as_a_line_for_each_profile_that_has_some():
     (axis,) = profile_figures.allocations(shown).axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
     assert drawn == {"A1": [[0.0, 10.0], [100.0, 20.0]], "A2": [[0.0, 20.0], [100.0, 40.0]]}
+
+
+def test_the_memory_of_two_steps_is_drawn_from_records_in_the_colours_of_their_kinds():
+    rows = [(name, 8, profile_of()) for name in ("A1", "A2", RECOMMENDED)]
+    for _, _, profile in rows:
+        profile["memory"] |= {"timeline": [(0.0, 1.0), (56.0, 2.0)]}
+    (axis,) = profile_figures.fig_allocations(runs_with_profiles(*rows)).axes
+    drawn = {line.get_label(): line.get_color() for line in axis.lines}
+    assert drawn == {"A1": style.GREEN, RECOMMENDED: style.BLUE}
 
 
 def test_a_profile_may_differ_from_its_run_by_the_batches_that_it_drew(steps_drawn):
