@@ -76,8 +76,10 @@ def call_norms(half: torch.dtype, has_fp8: bool) -> None:
     fused_norm._norm_backward(hidden, hidden, None, *rest)
     if has_fp8:
         fused_norm._norm(*inputs, copies=True)
+        fused_norm._norm(*inputs, keeps=True, copies=True)
         for alone in (False, True):
             fused_norm._norm_backward(hidden, hidden, hidden, *rest, True, alone)
+            fused_norm._norm_backward(hidden, hidden, None, *rest, True, alone)
 
 
 def call_gelu(half: torch.dtype, has_fp8: bool) -> None:

@@ -60,6 +60,30 @@ def in_8_bits(tensor, like, cast=fp8._in_8_bits) -> torch.Tensor:
     return cast(tensor, fp8.GRADIENT, fp8.E5M2_MAX, like.dtype)
 
 
+class Handed(torch.autograd.Function):
+    """Its input as it is; the gradient goes to a placeholder in e5m2 as well, or there alone."""
+
+    @staticmethod
+    def forward(ctx, x, placeholder, grad8_alone):
+        ctx.shape = placeholder.shape
+        ctx.grad8_alone = grad8_alone
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad8 = fp8._in_8_bits(
+            grad.reshape(ctx.shape), fp8.GRADIENT, fp8.E5M2_MAX, torch.float8_e5m2
+        )
+        return None if ctx.grad8_alone else grad, grad8, None
+
+
+def copy_of(x: torch.Tensor) -> torch.Tensor:
+    """What a norm or attention hands on in e4m3 beside `x`."""
+    return fp8._in_8_bits(
+        x.detach().contiguous(), fp8.ACTIVATION, fp8.E4M3_MAX, torch.float8_e4m3fn
+    )
+
+
 def assert_copy(copy8, tensor) -> None:
     """A copy in 8 bits is what the kernel that casts makes of the tensor, and some saturates."""
     expected = in_8_bits(tensor, copy8, cast=fp8._cast).float().view(copy8.shape)

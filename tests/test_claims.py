@@ -89,8 +89,8 @@ def test_a_ratio_whose_parent_lacks_a_seed_has_no_interval(measured):
     ("speed", "sign"), [(106.0, HOLDS), (96.0, HOLDS), (80.0, FAILS), (120.0, FAILS)]
 )
 def test_a_published_ratio_of_speeds_agrees_within_ten_percent(measured, speed, sign):
-    found = claims._near(measured(("A1", 100.0, 0, 32), ("A3", speed, 0, 32)), "A3", "A1", 1.03)
-    assert found.sign == sign
+    ratio = measured(("A1", 100.0, 0, 32), ("A3", speed, 0, 32)).ratio("A3", "A1")
+    assert claims._near(ratio, 1.03).sign == sign
 
 
 @pytest.mark.parametrize(
@@ -159,6 +159,147 @@ def test_the_protocol_asks_for_500_steps_of_every_run(steps, text, sign):
     assert found.text.startswith(text)
     assert RECOMMENDED not in found.text
     assert found.sign == sign
+
+
+def profiled(**kernels):
+    """What is measured of profiles, each with its kernels in a step; None was not profiled."""
+    profiles = {
+        name: None if count is None else {"time": {"kernels_per_step": count}}
+        for name, count in kernels.items()
+    }
+    return SimpleNamespace(profile=profiles.get)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text", "sign"),
+    [
+        ({"D1": None, "A3": 1000.0}, "no D1 was profiled", CANNOT_TELL),
+        ({"D1": None, "A3": None}, "no D1 and no A3 was profiled", CANNOT_TELL),
+        ({"D1": 1090.4, "A3": 1000.0}, "D1 1,090, A3 1,000", HOLDS),
+        ({"D1": 1500.0, "A3": 1000.0}, "D1 1,500, A3 1,000", FAILS),
+    ],
+)
+def test_kernels_are_counted_where_both_variants_were_profiled(kernels, text, sign):
+    assert claims._kernel_counts(profiled(**kernels), "D1", "A3") == Found(text, sign)
+
+
+def with_counters(warps, dram):
+    """A profile whose two kernels take equal time, the first without any use of the card."""
+    common = {"count": 1, "us": 10.0, "sm_percent": 50.0}
+    idle = {"name": "a", "warps_active_percent": 0.0, "dram_percent": 0.0}
+    busy = {"name": "b", "warps_active_percent": 2 * warps, "dram_percent": 2 * dram}
+    kernels = [{"name": name, "phase": "forward", "part": "attention"} for name in "ab"]
+    return {"ncu": [common | idle, common | busy], "time": {"kernels": kernels}}
+
+
+@pytest.mark.parametrize(("dram", "sign"), [(41.0, HOLDS), (30.0, FAILS)])
+def test_counters_of_both_variants_are_compared(dram, sign):
+    profiles = {"D1": with_counters(20.0, dram), "A3": with_counters(21.0, 40.0)}
+    found = claims._counters(SimpleNamespace(profile=profiles.get), "D1", "A3")
+    text = f"D1 warps active %: 20.0, A3 21.0; DRAM %: {dram:.1f}, A3 40.0"
+    assert found == Found(text, sign)
+
+
+def test_counters_that_were_not_read_are_named():
+    profiles = {"D1": {"ncu": None}, "A3": with_counters(20.0, 40.0)}
+    found = claims._counters(SimpleNamespace(profile=profiles.get), "D1", "A3")
+    assert found == Found("no hardware counters of D1 were read", CANNOT_TELL)
+
+
+def test_a_profile_is_that_of_its_variant_in_the_group():
+    measured = claims.Measured(committed(), "h200-bench")
+    assert measured.profile("A3")["time"]["kernels_per_step"] > 0
+    assert measured.profile("D1") is None
+
+
+def test_a_backend_that_was_timed_has_a_verdict(measured):
+    without = claims._nvfuser(measured(("A3", 100.0, 0, 32)))
+    assert without == Found("torch.compile has no NVFuser any more", CANNOT_TELL)
+
+
+THEIR_SCORING = pd.Series({"A1": 100.0, "A2": 90.0, "A4": 150.0})
+
+
+def scored_in(*more, **seconds):
+    """What is measured of runs that were scored in so many seconds; None shared its GPU."""
+    common = {"spec.seed": 0, "status": "ok", "group": "h200-quality", "code": "a"}
+    lines = [
+        common | {"spec.variant": name, "time.eval_s": value} for name, value in seconds.items()
+    ]
+    return SimpleNamespace(scored=pd.DataFrame([*lines, *(lines[0] | line for line in more)]))
+
+
+def test_scoring_speed_is_told_where_the_baseline_was_scored_alone():
+    elsewhere = {"spec.variant": "A2", "group": "h100-quality"}
+    older = {"spec.variant": "A2", "code": "b"}
+    lines = claims._scoring_speeds(scored_in(elsewhere, older, A1=6.0, A4=3.0), THEIR_SCORING)
+    assert lines == [
+        ("Scoring speed, × A1", "A2", "×0.90", Found("not measured on this card", CANNOT_TELL)),
+        ("Scoring speed, × A1", "A4", "×1.50", Found("×2.00", FAILS)),
+    ]
+    ((_, part, theirs, found),) = claims._scoring_speeds(scored_in(A1=None, A4=3.0), THEIR_SCORING)
+    assert (part, theirs) == ("all", "A2 ×0.90, A4 ×1.50")
+    assert found == Found("no A1 was scored on a GPU of its own", CANNOT_TELL)
+
+
+def language(*runs):
+    """What is measured of the language model: runs of (variant, tokens/s, GPUs, code)."""
+    lines = [
+        {
+            "spec.variant": variant,
+            "spec.seed": 0,
+            "status": "ok",
+            "micro_batch": 32,
+            "world": world,
+            "code": code,
+            "speed.tokens_per_s": speed,
+        }
+        for variant, speed, world, code in runs
+    ]
+    columns = ["spec.variant", "status", "micro_batch"]
+    return SimpleNamespace(language=pd.DataFrame(lines, columns=lines[0] if lines else columns))
+
+
+@pytest.mark.parametrize(
+    ("runs", "text", "sign"),
+    [
+        ([], "not measured on this card", CANNOT_TELL),
+        ([("L-compile", 100.0, 1, "a")], "not measured on this card", CANNOT_TELL),
+        (
+            [("L-compile", 100.0, 1, "a"), ("L-ddp", 190.0, 2, "b")],
+            "L-ddp on 2 GPUs ×1.90 of L-compile on one, but of other code",
+            CANNOT_TELL,
+        ),
+        (
+            [("L-compile", 9.0, 1, "b"), ("L-compile", 100.0, 1, "a"), ("L-ddp", 190.0, 2, "a")],
+            "L-ddp on 2 GPUs ×1.90 of L-compile on one",
+            HOLDS,
+        ),
+        (
+            [("L-compile", 100.0, 1, "a"), ("L-ddp", 90.0, 2, "a")],
+            "L-ddp on 2 GPUs ×0.90 of L-compile on one",
+            FAILS,
+        ),
+    ],
+)
+def test_data_parallelism_is_judged_by_runs_of_one_code(runs, text, sign):
+    assert claims._data_parallel(language(*runs), "L-ddp") == Found(text, sign)
+
+
+def test_loading_has_a_reason_and_what_it_could_save():
+    bench = pd.DataFrame({
+        "micro_batch": 32,
+        "spec.variant": ["A1"],
+        "time.data_ms": [1.0],
+        "time.step_ms.median": [50.0],
+        "speed.gpu_busy": [0.9],
+    })  # fmt: skip
+    text = "not tested: no two variants differ in it alone"
+    found = claims._loading(SimpleNamespace(bench=bench))
+    assert found == Found(
+        f"{text}; the host makes a batch in 2.00 % of a step of A1 (GPU busy 90.0 %)", CANNOT_TELL
+    )
+    assert claims._loading(SimpleNamespace(bench=bench[:0])) == Found(text, CANNOT_TELL)
 
 
 def test_peaks_by_the_published_protocol_are_the_last_of_micro_batch_8(tmp_path):

@@ -94,6 +94,14 @@ def test_no_call_writes_over_the_inputs_of_another(calls):
     assert [[part["x"].item() for part in parts] for parts in inputs] == VALUES
 
 
+def test_inputs_in_another_order_are_taken_by_their_names(recorder):
+    step = CapturedStep(recorder)
+    for _ in range(WARM_UP + 1):
+        step([{"x": torch.tensor(1.0), "y": torch.tensor(2.0)}], 1)
+    step([{"y": torch.tensor(4.0), "x": torch.tensor(3.0)}], 1)
+    assert recorder.done[-1] == [3.0]
+
+
 def test_the_first_steps_are_not_captured(recorder):
     step = CapturedStep(recorder)
     for _ in range(WARM_UP):

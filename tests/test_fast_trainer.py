@@ -199,18 +199,21 @@ def test_a_model_may_come_from_a_function(tmp_path):
 def replays(function):
     """Stand in for CapturedStep on a CPU: from the third call on gradients come as in a replay.
 
-    They are in memory of its own, which each replay overwrites, and not with the parameters.
+    They are in memory of its own, which each replay overwrites, and not with the parameters. They
+    are those of the model that was captured.
     """
-    calls = []
+    models = []
     static = []
 
     def call(batches, model):
+        models.append(model)
+        if len(models) > 2:
+            model = models[1]
         loss = function(batches, model)
         parameters = list(model.parameters())
-        calls.append(1)
-        if len(calls) == 2:  # the capture
+        if len(models) == 2:  # the capture
             static.extend(p.grad for p in parameters)
-        elif len(calls) > 2:
+        elif len(models) > 2:
             for memory, parameter in zip(static, parameters, strict=True):
                 if memory is not None:
                     memory.copy_(parameter.grad)
@@ -237,6 +240,23 @@ def test_gradients_of_replays_are_those_of_the_backward_pass(accumulation, tmp_p
     expected = weights_of(plain)
     for name, value in weights_of(captured).items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_a_second_training_captures_its_own_model(tmp_path):
+    """A function gives each training a model, and a graph is that of the first one's weights."""
+    trainer = FastTrainer(
+        model_init=lambda: tiny_model(head="tokens"),
+        args=arguments(tmp_path, per_device_train_batch_size=4),
+        train_dataset=data_of("tokens"),
+        say=quiet,
+    )
+    trainer.train()
+    expected = weights_of(trainer)
+    trainer.captured = CapturedBackward(trainer, capture=replays)
+    for _ in range(2):
+        trainer.train()
+        for name, value in weights_of(trainer).items():
+            torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="a CPU captures no graph")

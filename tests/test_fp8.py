@@ -21,7 +21,7 @@ from qa_lib.model.fused_blocks import (
     renew,
 )
 from qa_lib.train.compile import compile_kernels
-from tests.kernels import DEVICE, relative, with_gradients
+from tests.kernels import DEVICE, Handed, copy_of, relative, with_gradients
 from tests.tiny import checkpoint, packed_model, planned
 
 WIDTH = TINY_CONFIG["hidden_size"]
@@ -332,29 +332,6 @@ def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
 
 
 # Operands that are written where they are made.
-
-
-class Handed(torch.autograd.Function):
-    """Its input as it is; the gradient goes to a placeholder in e5m2 as well, or there alone."""
-
-    @staticmethod
-    def forward(ctx, x, placeholder, grad8_alone):
-        ctx.shape = placeholder.shape
-        ctx.grad8_alone = grad8_alone
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad8 = fp8._in_8_bits(
-            grad.reshape(ctx.shape), fp8.GRADIENT, fp8.E5M2_MAX, torch.float8_e5m2
-        )
-        return None if ctx.grad8_alone else grad, grad8, None
-
-
-def copy_of(x):
-    return fp8._in_8_bits(
-        x.detach().contiguous(), fp8.ACTIVATION, fp8.E4M3_MAX, torch.float8_e4m3fn
-    )
 
 
 @pytest.fixture

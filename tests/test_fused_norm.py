@@ -345,7 +345,7 @@ def gradients_in_8_bits(inputs, grad, seed, dropout, alone=False):
     x, *others = (tensor.detach().requires_grad_() for tensor in inputs)
     placeholder = fp8.placeholder_of(x).requires_grad_()
     output, _, copy8 = fused_norm._BothWays.apply(
-        x, *others, seed, dropout, EPS, placeholder, True, alone
+        x, *others, seed, dropout, EPS, False, placeholder, True, alone
     )
     leaves = (x, placeholder, *others)
     gradients = torch.autograd.grad(output, leaves, grad, allow_unused=True)
@@ -407,6 +407,66 @@ def test_the_kernel_gives_the_residual_stream_and_its_norm(rows, width, dropout)
         return fused_norm.reference(*inputs, seed, dropout, EPS)
 
     close_to_plain(by_kernel_with_sum, by_plain_with_sum, inputs, (grad.flip(0), grad), 1e-5)
+
+
+def stream_and_norm(inputs, grads, seed, alone):
+    """The residual stream, its norm and the norm's e4m3 copy, and the gradients.
+
+    `grads` are those of stream and norm. Gradients are of x, of its placeholder and of others; with
+    `alone`, x has none.
+    """
+    x, *others = (tensor.detach().requires_grad_() for tensor in inputs)
+    placeholder = fp8.placeholder_of(x).requires_grad_()
+    output, total, copy8 = fused_norm._BothWays.apply(
+        x, *others, seed, 0.1, EPS, True, placeholder, True, alone
+    )
+    leaves = (x, placeholder, *others)
+    gradients = torch.autograd.grad((total, output), leaves, grads, allow_unused=True)
+    return (total.detach(), output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
+
+
+def assert_stream_has_copies(dtype, cast) -> None:
+    """Copies beside a residual stream are of what is stored, and change nothing of it.
+
+    `cast` is what makes a copy of a tensor.
+    """
+    inputs, grad, seed = drawn(7, 33, dtype)
+    grads = (grad.flip(0), grad)
+
+    def without_copies(*x):
+        output, _, total, _ = fused_norm._norm(*x, seed, 0.1, EPS, keeps=True)
+        return total, output
+
+    total, output, *expected = with_gradients(without_copies, inputs, *grads)
+    for alone in (False, True):
+        results, (x_grad, x_grad8, *gradients) = stream_and_norm(inputs, grads, seed, alone)
+        assert torch.equal(results[0], total)
+        assert torch.equal(results[1], output)
+        assert torch.equal(results[2].float(), in_8_bits(output, results[2], cast).float())
+        expected8 = in_8_bits(expected[0], x_grad8, cast).view(x_grad8.shape)
+        assert torch.equal(x_grad8.float(), expected8.float())
+        assert x_grad is None if alone else torch.equal(x_grad, expected[0])
+        for found, wanted in zip(gradients, expected[1:], strict=True):
+            assert torch.equal(found, wanted)
+
+
+@pytest.mark.triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_kernel_copies_beside_a_residual_stream(dtype):
+    assert_stream_has_copies(dtype, fp8._cast)
+
+
+@pytest.mark.triton
+def test_the_last_norm_of_a_residual_stream_gets_the_gradient_of_its_output_alone():
+    inputs, grad, seed = drawn(7, 32)
+
+    def last(*x):
+        return fused_norm._BothWays.apply(*x, seed, 0.1, EPS, True)[:1]
+
+    def plain(*x):
+        return fused_norm.reference(*x, seed, 0.1, EPS)[1:]
+
+    close_to_plain(last, plain, inputs, (grad,), 1e-5)
 
 
 # Dropout by a hash, by itself.
@@ -617,6 +677,10 @@ def test_what_surrounds_the_kernels_of_a_norm_hands_on_copies_in_8_bits(kernels_
         expected = in_8_bits(stored, copy8)
         assert copy8.shape == expected.shape
         assert torch.equal(copy8.float(), expected.float())
+
+
+def test_what_surrounds_the_kernels_hands_on_copies_beside_a_residual_stream(kernels_in_pytorch):
+    assert_stream_has_copies(torch.float32, fp8._in_8_bits)
 
 
 def test_what_surrounds_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(

@@ -1,5 +1,7 @@
 """The step of one's own loop is the plain loop's; what cannot be captured is refused."""
 
+import copy
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from qa_lib.own.speed_up import speed_up
 from qa_lib.train.master_adamw import MasterAdamW
 from tests.kernels import DEVICE
 from tests.material import refused
-from tests.own import drawn_samples, quiet, tiny_model
+from tests.own import drawn_samples, padded_batch, quiet, tiny_model
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 on_a_gpu = pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -56,12 +58,22 @@ def test_uncaptured_it_is_the_plain_loop():
     assert graphed_losses(model, optimizer, data, capture=False) == expected
 
 
+def padded_batches(count: int) -> list[dict]:
+    """Batches that are padded to one length, one of them without any padding."""
+    samples = drawn_samples("sequences", 16 * (count - 1))
+    samples += drawn_samples("sequences", 16, lengths=(41,))
+    batches = [padded_batch(samples[16 * number :][:16]) for number in range(count)]
+    return [{name: t.to(DEVICE) for name, t in batch.items()} for batch in batches]
+
+
 @on_a_gpu
-def test_captured_it_is_the_plain_loop():
-    data = batches(8)
-    model = a_model().bfloat16()
+@pytest.mark.parametrize("made", [batches, padded_batches])
+@pytest.mark.parametrize("kind", ["bert", "modernbert", "mpnet"])
+def test_captured_it_is_the_plain_loop(kind, made):
+    data = made(8)
+    model = a_model(kind=kind).bfloat16()
     expected = plain_losses(model, MasterAdamW(model.parameters(), lr=1e-3), data)
-    model = a_model().bfloat16()
+    model = a_model(kind=kind).bfloat16()
     optimizer = MasterAdamW(model.parameters(), lr=1e-3)
     losses = graphed_losses(model, optimizer, data, capture=True)
     assert losses == pytest.approx(expected, abs=1e-2)
@@ -83,6 +95,23 @@ def test_a_schedule_and_dropout_go_on_after_the_capture():
     assert len(set(losses)) == 9
     assert not torch.equal(weights[4], weights[5])
     assert torch.equal(weights[6], weights[8]), "the rate is 0"
+
+
+@on_a_gpu
+def test_a_state_that_is_loaded_after_the_capture_is_what_the_graph_goes_on_from():
+    model = a_model().bfloat16()
+    optimizer = MasterAdamW(model.parameters(), lr=1e-3)
+    step = GraphedStep(model, optimizer)
+    data = batches(8)
+    for batch in data[:5]:
+        step(batch)
+    weights = copy.deepcopy(model.state_dict())
+    state = copy.deepcopy(optimizer.state_dict())
+    expected = [step(batch).item() for batch in data[5:]]
+    model.load_state_dict(weights)
+    optimizer.load_state_dict(state)
+    again = [step(batch).item() for batch in data[5:]]
+    assert again == pytest.approx(expected, abs=1e-3)
 
 
 def test_a_loss_of_ones_own_is_taken():

@@ -10,7 +10,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, BertConfig, GPT2Config
 
+from qa_lib.kernels import fp8
 from qa_lib.kernels import linear_cross_entropy as lce
+from qa_lib.model import build
 from qa_lib.model import fused_blocks as blocks
 from qa_lib.model.build import build_model
 from qa_lib.peers.bert import Bert
@@ -18,7 +20,7 @@ from qa_lib.peers.gpt2 import GPT2
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
-from tests.kernels import DEVICE, relative, with_gradients
+from tests.kernels import DEVICE, Handed, copy_of, relative, with_gradients
 from tests.material import refused
 from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
@@ -105,6 +107,80 @@ def test_the_fused_pass_drops_out_and_by_new_bits_of_another_seed(windows, varia
         torch.manual_seed(0)
         losses.append(LossOf(fused)(**windows).item())
     assert losses[0] == losses[1] != losses[2]
+
+
+# Linear layers in 8 bits.
+
+
+def in_8_bits(variant, dropout=0.25):
+    """A decoder in bf16 as a variant has it, with equal weights and seeds in each call."""
+    model = decoder(dropout)
+    build._transform(model, VARIANTS[variant].settings)
+    model = model.bfloat16()
+    torch.manual_seed(5)
+    blocks.renew(model)
+    return model
+
+
+@pytest.fixture
+def copies_as_on_a_gpu(monkeypatch):
+    """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
+    plain_norm = blocks.fused_add_norm
+    plain_attention = blocks.varlen_attention_and_copy
+
+    def norm(x, *rest, placeholder, copies, grad8_alone, **words):
+        x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
+        total, output, _ = plain_norm(x, *rest, **words)
+        return total, output, copy_of(output) if copies else None
+
+    def attend(qkv, *rest, grad8_alone, **words):
+        *others, placeholder = rest
+        qkv = Handed.apply(qkv, placeholder, grad8_alone)
+        output, _ = plain_attention(qkv, *others, placeholder, grad8_alone, **words)
+        return output, copy_of(output)
+
+    monkeypatch.setattr(blocks, "fused_add_norm", norm)
+    monkeypatch.setattr(blocks, "varlen_attention_and_copy", attend)
+
+
+@pytest.mark.parametrize("variant", ["L-fp8-uncompiled", "L-fp8-all"])
+def test_operands_that_a_decoder_hands_on_are_those_that_a_cast_would_make(
+    variant, windows, request
+):
+    by_casts = losses_and_gradients(LossOf(model := in_8_bits(variant)), model, windows)
+    request.getfixturevalue("copies_as_on_a_gpu")
+    found = losses_and_gradients(LossOf(model := in_8_bits(variant)), model, windows)
+    torch.testing.assert_close(found, by_casts, rtol=0, atol=0)
+
+
+def test_a_decoder_in_8_bits_casts_its_first_layers_input_alone(
+    windows, copies_as_on_a_gpu, monkeypatch
+):
+    """GELU casts on a CPU, and its kernel writes 8 bits by itself; weights are cast by others."""
+    model = in_8_bits("L-fp8-all")
+    noted = []
+    for name in ("in_e4m3", "in_e5m2"):
+        cast = getattr(fp8, name)
+
+        def noting(x, factor, name=name, cast=cast):
+            if factor != fp8.WEIGHT and x.shape[-1] != 4 * model.config.n_embd:
+                noted.append(name)
+            return cast(x, factor)
+
+        monkeypatch.setattr(fp8, name, noting)
+    losses_and_gradients(LossOf(model), model, windows)
+    assert noted == ["in_e4m3"]
+
+
+def test_a_decoder_whose_linear_layers_all_have_8_bits_is_close_to_one_with_none(windows):
+    found = losses_and_gradients(LossOf(model := in_8_bits("L-fp8-all")), model, windows)
+    native = losses_and_gradients(LossOf(model := in_8_bits("L-moments")), model, windows)
+    assert None not in found.values()
+    in_layers = [name for name in native if ".c_" in name and name.endswith("weight")]
+    errors = [relative(found[name], native[name]) for name in in_layers]
+    assert len(errors) == 8
+    assert 0 < max(errors) < 0.2
+    torch.testing.assert_close(found["loss"], native["loss"], atol=0.02, rtol=0.02)
 
 
 @pytest.mark.parametrize(

@@ -246,6 +246,21 @@ def test_a_state_is_loaded_bit_for_bit(moments, dtype, masters, through, tmp_pat
     assert all(map(torch.equal, parameters, copies))
 
 
+@pytest.mark.parametrize(("moments", "dtype", "masters"), FORMS, ids=str)
+def test_a_state_is_loaded_into_the_memory_that_a_graph_was_captured_with(moments, dtype, masters):
+    parameters = drawn_parameters(dtype)
+    optimizer = MasterAdamW(groups_of(parameters), lr=1e-2, moments=moments, masters=masters)
+    first = copy.deepcopy(optimizer.state_dict())
+    places = [dict(optimizer.state[p]) for p in parameters]
+    give_gradients(parameters, 0)
+    optimizer.step()
+    optimizer.load_state_dict(first)
+    for number, (parameter, place) in enumerate(zip(parameters, places, strict=True)):
+        for name, value in optimizer.state[parameter].items():
+            assert value is place[name], name
+            assert torch.equal(value, first["state"][number][name]), name
+
+
 @pytest.mark.parametrize("masters", [True, False])
 def test_a_copy_of_it_goes_on_by_itself(masters):
     parameters = drawn_parameters()

@@ -51,6 +51,22 @@ def test_a_way_waits_after_its_warm_up_and_after_each_turn_but_the_last(monkeypa
     assert last["kernel_ms"] is None
 
 
+def test_a_way_that_waits_keeps_no_memory_for_later_steps(monkeypatch):
+    """It gives it back before others are told, and after its own time was taken."""
+    monkeypatch.setattr(bench_turns, "LEAD_IN", 1)
+    connection = Told()
+    turns = bench_turns.Turns(warm_up=1, batch=8, steps=1, turns=2, connection=connection)
+    monkeypatch.setattr(bench_turns, "DEVICE", torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: connection.sent.append("is timed"))
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: connection.sent.append("gives back"))
+    for _ in range(3):
+        turns.step()
+    told = ["told" if isinstance(answer, dict) else answer for answer in connection.sent]
+    waits = ["gives back", "told", "waits"]
+    assert told == ["is timed", *waits, "is timed", "is timed", *waits]
+
+
 def test_a_turn_is_timed_without_its_lead_in_and_without_the_waiting(monkeypatch):
     clock = iter([0, 10, 11, 100, 105])
     monkeypatch.setattr(bench_turns, "LEAD_IN", 1)
@@ -254,6 +270,26 @@ def test_a_way_that_fails_leaves_the_others_their_turns(ways, capsys, where):
     assert measured(out) == [(0, "loop"), (1, "loop")]
     why = "all failed, and is left out from here on: OutOfMemoryError: CUDA out of memory"
     assert err.splitlines().count(why) == 1
+
+
+def test_a_way_that_runs_out_of_memory_beside_others_is_set_up_again_after_them(
+    ways, capsys, monkeypatch
+):
+    begun = []
+
+    def await_setup(self, deadline):
+        begun.append(self)
+        self.setup = {"setup_s": 1.0, "step_s": 1.0}
+        if len(begun) == 1:
+            raise WayFailed("OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(FakeWay, "await_setup", await_setup)
+    assert bench.main([*BRIEF, "all", "loop"]) == 0
+    assert [way.name for way in begun] == ["all", "loop", "all"]
+    assert begun[0].is_stopped
+    out, err = capsys.readouterr()
+    assert measured(out) == IN_TURNS
+    assert "all ran out of memory beside the others, and is set up again" in err
 
 
 def test_a_way_whose_setup_would_not_end_in_time_is_not_begun(ways, capsys):

@@ -170,6 +170,31 @@ def test_the_first_screen_has_the_lead_and_the_f1_of_runs_in_turns_on_whichever_
     assert f"figures/{blocks['group'].iloc[0]}/rivals.png" in text
 
 
+def test_the_first_screen_has_the_time_of_the_largest_model_that_both_trained_whole():
+    """Of one model the stack and plain PyTorch were timed; of a larger one only the stack was."""
+    every = committed()
+    whole = every[every["group"] == "h100-80gb-hbm3-minutes"].iloc[[0]]
+    names = {"group": "h200-quality", "spec.hardware": "h200", "env.gpu": "NVIDIA H200"}
+    of_mpnet = {"model.name": "all-mpnet-base-v2", "model.params_total": 109e6, **names}
+    epochs = {evidence.EPOCHS: 3.0, "spec.n_train": 64534, "micro_batch": 32}
+    times = {"time.compile_cached": False, "time.first_step_s": 9.0, "time.notebook_s": 75.0}
+    stack, plain, larger = (
+        whole.assign(**of_mpnet, **epochs, **times).assign(**{"spec.variant": name, **more})
+        for name, more in (
+            (in_turns.STACK, {}),
+            (in_turns.PLAIN, {"time.notebook_s": 150.0}),
+            (in_turns.STACK, {"model.name": "large", "model.params_total": 335e6}),
+        )
+    )
+    every = pd.concat([every, stack, plain, larger], ignore_index=True)
+    text = headline.first_screen(every, evidence.REFERENCE, Path("figures"))
+    assert text.startswith(
+        "- Three epochs of MPNet-base on 64,534 samples take **75 seconds** on one H200 with the "
+        "full stack in 8 bits (E-fp8-gradients), with plain PyTorch at its best (E-searched) "
+        "2.5 minutes.\n"
+    )
+
+
 def test_without_runs_in_turns_the_first_screen_is_the_headline_of_the_group():
     every = committed()
     without = every[every["spec.variant"] != in_turns.STACK]
@@ -205,7 +230,7 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with
     assert text.startswith(
         "- Three epochs of BERT-base take **2.5 minutes** on one H100 "
         "with the full stack in 16 bits (E-uncompiled), with the Trainer as most use it "
-        "(A0-longest) 14.0.\n"
+        "(A0-longest) 14.0. A0-longest trained for one epoch, "
     )
     assert "measured from the command to the last step, with nothing cached, on 1,000 " in text
     assert "Projected" not in text
@@ -213,7 +238,7 @@ def test_a_training_that_was_measured_whole_takes_the_place_of_a_projection(with
 
 def test_one_epoch_stands_for_three_and_the_text_says_so(with_whole_trainings):
     text = headline.headline(with_whole_trainings, evidence.REFERENCE)
-    assert "A0-longest: one epoch was run, and its time after the start counts 3 times" in text
+    assert "A0-longest trained for one epoch, whose time after the start counts 3 times" in text
 
 
 def test_a_training_that_was_scored_is_measured_to_the_score(with_whole_trainings):

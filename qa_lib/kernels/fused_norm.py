@@ -91,14 +91,16 @@ def fused_norm(
     if torch.compiler.is_compiling():
         output, *_ = _norm(*inputs)
         return output, output, None
-    output, second, output8 = _BothWays.apply(*inputs, placeholder, copies, grad8_alone)
+    output, second, output8 = _BothWays.apply(*inputs, False, placeholder, copies, grad8_alone)
     return output, second, output8.view(torch.float8_e4m3fn) if copies else None
 
 
 class _BothWays(torch.autograd.Function):
-    """`_norm` with its output as two tensors on one memory, and a gradient for each.
+    """`_norm` with two results that have gradients: for the next linear layer, and past it.
 
-    The third result has the bytes of the e4m3 copy, and is empty unless the norm `copies`.
+    The second is what was normed, if the caller `keeps` it; else it is the output once more, on the
+    same memory. The third result has the bytes of the e4m3 copy, and is empty unless the norm
+    `copies`.
     """
 
     @staticmethod
@@ -112,22 +114,25 @@ class _BothWays(torch.autograd.Function):
         seed,
         dropout,
         eps,
+        keeps=False,
         placeholder=None,
         copies=False,
         grad8_alone=False,
     ):
-        inputs = (x, bias, residual, gamma, beta, seed, dropout, eps, False, copies)
+        inputs = (x, bias, residual, gamma, beta, seed, dropout, eps, keeps, copies)
         output, statistics, total, output8 = _norm(*inputs)
         _setup_context(ctx, inputs, (output, statistics, total, output8))
         ctx.has_placeholder = placeholder is not None
         ctx.grad8_alone = grad8_alone
+        if keeps:
+            return output, total, output8
         # No view of the output, through which autograd would look.
         second = output.new_empty(0).set_(output)
         return output, second, output8
 
     @staticmethod
     def backward(ctx, grad, second_grad, _):
-        if grad is None:
+        if grad is None and not ctx.keeps:
             grad, second_grad = second_grad, None
         (x_grad, *gradients), x_grad8 = _gradients(
             ctx, grad, second_grad, ctx.has_placeholder, ctx.grad8_alone
@@ -136,7 +141,7 @@ class _BothWays(torch.autograd.Function):
             x_grad8 = None
         if ctx.grad8_alone:
             x_grad = None
-        return x_grad, *gradients, None, None, None, x_grad8, None, None
+        return x_grad, *gradients, None, None, None, None, x_grad8, None, None
 
 
 def fused_add_norm(
@@ -148,21 +153,27 @@ def fused_add_norm(
     seed: torch.Tensor,
     dropout: float,
     eps: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return residual + dropout(x + bias) and its norm, both of the residual's shape and type.
+    placeholder: torch.Tensor | None = None,
+    copies: bool = False,
+    grad8_alone: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return residual + dropout(x + bias) and its norm, both of the residual's shape and type, and
+    None or the norm's e4m3 copy.
 
     Arguments are those of `fused_norm`.
     """
+    inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
     if not residual.is_cuda:
-        return reference(
-            x, bias, residual, gamma=gamma, beta=beta, seed=seed, dropout=dropout, eps=eps
-        )
-    output, _, total, _ = _norm(x, bias, residual, gamma, beta, seed, dropout, eps, keeps=True)
-    return total, output
+        return *reference(*inputs), None
+    if torch.compiler.is_compiling():
+        output, _, total, _ = _norm(*inputs, keeps=True)
+        return total, output, None
+    output, total, output8 = _BothWays.apply(*inputs, True, placeholder, copies, grad8_alone)
+    return total, output, output8.view(torch.float8_e4m3fn) if copies else None
 
 
 def reference(x, bias, residual, gamma, beta, seed, dropout, eps):
-    """Return what fused_add_norm returns, by plain PyTorch."""
+    """Return residual + dropout(x + bias) and its norm, by plain PyTorch."""
     x = x + bias
     if dropout:
         x = hash_dropout(x, seed, dropout)
@@ -416,6 +427,7 @@ def norm_backward_kernel(
     `residual` is what was normed, and gemm_out is not read; with both, `other` is the gradient of
     that sum. Rows beyond the last are read as zeros, and add none to the partials.
     """
+    rounded_like = residual if SUMMED else gemm_out  # x, if it is there, has a type of its own
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)
@@ -458,7 +470,7 @@ def norm_backward_kernel(
         if gemm_grad is not None:
             tl.store(gemm_grad + at, x_grad.to(gemm_grad.dtype.element_ty), mask=inside)
         if FACTOR != 0.0:
-            rounded = x_grad.to(gemm_out.dtype.element_ty)
+            rounded = x_grad.to(rounded_like.dtype.element_ty)
             rounded8 = in_8_bits(rounded, FACTOR, MAX, gemm_grad8.dtype.element_ty)
             tl.store(gemm_grad8 + at, rounded8, mask=inside)
         bias_sum += x_grad

@@ -143,9 +143,10 @@ def varlen_attention_and_copy(
     seed: torch.Tensor,
     dropout: float,
     scale: float,
-    relative: RelativeBias | None,
     placeholder: torch.Tensor,
     grad8_alone: bool,
+    causal: bool = False,
+    relative: RelativeBias | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
 
@@ -156,7 +157,7 @@ def varlen_attention_and_copy(
     """
     if not qkv.is_cuda:
         output = varlen_attention(
-            qkv, bias, cu_seqlens, longest, seed, dropout, scale, relative=relative
+            qkv, bias, cu_seqlens, longest, seed, dropout, scale, causal, relative
         )
         return output, None
     of_distances = (None, None, None) if relative is None else relative
@@ -168,7 +169,7 @@ def varlen_attention_and_copy(
         longest,
         dropout,
         scale,
-        False,
+        causal,
         *of_distances,
         placeholder,
         grad8_alone,

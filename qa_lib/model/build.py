@@ -118,7 +118,10 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
         # Linear layers have a bias or none by now, as fused norms and GELU have left them.
         fused_blocks.use_float8(model)
     if settings.attention_projections == "fp8":
-        attention.use_float8_projections(model)
+        if is_decoder:
+            fused_blocks.use_float8_around_causal_attention(model)
+        else:
+            attention.use_float8_projections(model)
     if settings.weight_gradients == "fp8":
         fused_blocks.use_float8_weight_gradients(model)
     if settings.norms == "fused" and not is_decoder:

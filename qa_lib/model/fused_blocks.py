@@ -45,7 +45,7 @@ from qa_lib.kernels.embedding_gradient import embedding
 from qa_lib.kernels.fp8 import cast_ahead, fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder, gelu
-from qa_lib.kernels.varlen_attention import varlen_attention
+from qa_lib.kernels.varlen_attention import varlen_attention, varlen_attention_and_copy
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 
 # Dropout by a hash.
@@ -295,12 +295,21 @@ class Float8Linear(nn.Linear):
 def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
     """Apply GPT-2's linear layer, whose weight is [in, out], without its bias.
 
-    After use_float8 it does what `float8_linear` does.
+    In 8 bits it does what `float8_linear` does.
     """
-    if hasattr(linear, "float8"):
-        weight_grad8 = getattr(linear, "weight_grad8", False)
-        return float8_linear(x, linear.weight.t(), weight_grad8=weight_grad8)
+    if in_float8(linear):
+        return float8_linear(x, linear.weight.t(), weight_grad8=has_grad8(linear))
     return x @ linear.weight
+
+
+def in_float8(linear: Conv1D) -> bool:
+    """Return whether the GEMMs of GPT-2's linear layer are in 8 bits."""
+    return getattr(linear, "float8", False)
+
+
+def has_grad8(linear: Conv1D) -> bool:
+    """Return whether the gradient of the weight of GPT-2's linear layer has 8 bits as well."""
+    return getattr(linear, "weight_grad8", False)
 
 
 class Conv1DGelu(Conv1D):
@@ -308,8 +317,8 @@ class Conv1DGelu(Conv1D):
 
     def forward(self, x):
         # Out of training the next layer is transformers' own: this one cannot leave it its work.
-        if hasattr(self, "float8") and self.training:
-            return x, None, self.weight.t(), self.bias, True
+        if in_float8(self) and self.training:
+            return x, take_copy(x), self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
@@ -359,11 +368,25 @@ def use_float8_weight_gradients(model: nn.Module) -> None:
     encoder = encoder_of(model)
     for layer in layers_of(model):
         linears = [layer.get_submodule(name) for name in encoder.linears]
-        qkv = getattr(layer.get_submodule(encoder.self_attention), "qkv", None)
-        if getattr(qkv, "in_8_bits", False):
-            linears.append(qkv)
+        if encoder.causal:
+            if in_float8(layer.attn.c_attn):
+                linears.append(layer.attn.c_attn)
+        else:
+            qkv = getattr(layer.get_submodule(encoder.self_attention), "qkv", None)
+            if getattr(qkv, "in_8_bits", False):
+                linears.append(qkv)
         for linear in linears:
             linear.weight_grad8 = True
+
+
+def use_float8_around_causal_attention(model: nn.Module) -> None:
+    """Give the GEMMs before and after a decoder's attention 8-bit operands, in place.
+
+    The decoder has its fused training pass and our own attention kernel. Weights stay in bf16.
+    """
+    for layer in layers_of(model):
+        layer.attn.c_attn.float8 = True
+        layer.attn.c_proj.float8 = True
 
 
 def to_float8(linear: nn.Linear) -> None:
@@ -421,15 +444,25 @@ class FusedDecoder(GPT2Model):
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         hidden = self.drop(self.wte(input_ids) + self.wpe(positions))
         normed = self.h[0].ln_1(hidden)
-        next_norms = [*(block.ln_1 for block in self.h[1:]), self.ln_f]
-        for block, next_norm in zip(self.h, next_norms, strict=True):
+        next_norms = [*((block.ln_1, block.attn.c_attn) for block in self.h[1:]), (self.ln_f, None)]
+        for block, (next_norm, next_linear) in zip(self.h, next_norms, strict=True):
             attended = self.attend(block.attn, normed)
             hidden, normed = _add_norm(
-                attended, block.attn.c_proj, hidden, block.attn.resid_dropout, block.ln_2
+                attended,
+                block.attn.c_proj,
+                hidden,
+                block.attn.resid_dropout,
+                norm=block.ln_2,
+                copies=in_float8(block.mlp.c_fc),
             )
             inner = block.mlp.act(block.mlp.c_fc(normed))
             hidden, normed = _add_norm(
-                inner, block.mlp.c_proj, hidden, block.mlp.dropout, next_norm
+                inner,
+                block.mlp.c_proj,
+                hidden,
+                block.mlp.dropout,
+                norm=next_norm,
+                copies=in_float8(next_linear),
             )
         return BaseModelOutputWithPastAndCrossAttentions(normed)
 
@@ -455,32 +488,57 @@ class FusedDecoder(GPT2Model):
     def _attend_by_our_kernel(self, attention, normed):
         """Attend by kernels/varlen_attention.py, which gives the projections' bias its gradient."""
         batch, length, width = normed.shape
-        heads = (3, attention.num_heads, attention.head_dim)
         linear = attention.c_attn
-        qkv = torch.addmm(linear.bias.detach(), normed.flatten(0, 1), linear.weight)
+        bias = linear.bias.detach()
+        placeholder = None
+        if not in_float8(linear):
+            qkv = torch.addmm(bias, normed.flatten(0, 1), linear.weight)
+        elif torch.compiler.is_compiling():
+            qkv = fp8_linear(normed, linear.weight.t(), bias, None, has_grad8(linear))
+        else:
+            qkv, placeholder = fp8_linear_and_placeholder(
+                normed, linear.weight.t(), bias, take_copy(normed), has_grad8(linear)
+            )
         cu_seqlens = torch.arange(
             0, batch * length + 1, length, dtype=torch.int32, device=normed.device
         )
-        attended = varlen_attention(
-            qkv.unflatten(1, heads),
+        inputs = (
+            qkv.view(batch * length, 3, attention.num_heads, attention.head_dim),
             linear.bias,
             cu_seqlens,
-            longest=length,
-            seed=attention.attn_dropout.seed,
-            dropout=attention.attn_dropout.p,
-            scale=attention.scaling,
-            causal=True,
+            length,
+            attention.attn_dropout.seed,
+            attention.attn_dropout.p,
+            attention.scaling,
         )
-        return attended.reshape(batch, length, width)
+        if placeholder is None:
+            return varlen_attention(*inputs, causal=True).reshape(batch, length, width)
+        attended, attended8 = varlen_attention_and_copy(
+            *inputs, placeholder, grad8_alone=has_grad8(linear), causal=True
+        )
+        attended = attended.reshape(batch, length, width)
+        if in_float8(attention.c_proj):
+            leave_copy(attended, attended8)
+        return attended
 
 
-def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNorm):
+def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNorm, copies: bool):
     """Return the residual stream after a linear layer in training, and the norm of that stream.
 
-    `x` is the linear layer's input, `hidden` the residual stream before it.
+    `x` is the linear layer's input, `hidden` the residual stream before it. The norm may carry an
+    e4m3 copy, if it `copies`.
     """
-    return fused_add_norm(
-        conv1d_without_bias(linear, x),
+    placeholder = None
+    grad8_alone = False
+    if in_float8(linear) and not torch.compiler.is_compiling():
+        product, placeholder = float8_linear_and_placeholder(
+            x, linear.weight.t(), None, has_grad8(linear)
+        )
+        grad8_alone = has_grad8(linear)
+    else:
+        product = conv1d_without_bias(linear, x)
+    total, normed, normed8 = fused_add_norm(
+        product,
         linear.bias,
         hidden,
         gamma=norm.weight,
@@ -488,7 +546,12 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
         seed=dropout.seed,
         dropout=dropout.p,
         eps=norm.eps,
+        placeholder=placeholder,
+        copies=copies,
+        grad8_alone=grad8_alone,
     )
+    leave_copy(normed, normed8)
+    return total, normed
 
 
 def use_fused_decoder(model: nn.Module) -> None:

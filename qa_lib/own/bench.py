@@ -453,11 +453,16 @@ class Bench:
         try:
             for way, rounds in missing.items():
                 if rounds and self._can_set_up(way):
-                    words = (way, self.arguments, len(rounds))
-                    ways[way] = Way(way, train_in_turns, words)
+                    ways[way] = self._begun(way, rounds)
             if ways:
                 say(f"set up at the same time: {', '.join(ways)}")
+            crowded = []
             for way in list(ways):
+                self._if_it_can(ways, way, self._await_setup, crowded)
+            for way in crowded:
+                say(f"{way} ran out of memory beside the others, and is set up again")
+                ways[way].stop()
+                ways[way] = self._begun(way, missing[way])
                 self._if_it_can(ways, way, self._await_setup)
             for number in range(self.arguments.rounds):
                 for way in list(ways):
@@ -494,8 +499,18 @@ class Bench:
         say(TOO_LATE.format(way))
         return False
 
-    def _await_setup(self, way: Way) -> None:
-        way.await_setup(self.deadline)
+    def _begun(self, way: str, rounds: list[int]) -> Way:
+        """Return a way that has begun to set itself up for turns in these rounds."""
+        return Way(way, train_in_turns, (way, self.arguments, len(rounds)))
+
+    def _await_setup(self, way: Way, crowded: list[str] | None = None) -> None:
+        """Wait for a way; note it in `crowded`, where that is given, if it lacks memory."""
+        try:
+            way.await_setup(self.deadline)
+        except WayFailed as problem:
+            if crowded is None or not problem.lacks_memory:
+                raise
+            crowded.append(way.name)
 
     def _turn(self, way: Way, number: int) -> None:
         """Measure a way in a round; print and keep the line.

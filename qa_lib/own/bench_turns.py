@@ -6,7 +6,8 @@ last of them waits. In each round every way is told in turn to train for some st
 that grows warm or is shared with others does not favour one of them. Where nobody's turn is,
 nothing runs. A process of its own gives a way its own peak of memory, keeps the settings that
 accelerate shares in a process apart, and can be ended while it compiles, as a limit of time may
-want it.
+want it. Where the memory is too small for all warm-ups at once, those that ran out of it are set up
+again, one after the other, beside ways that wait and hold little.
 """
 
 import contextlib
@@ -120,8 +121,7 @@ class Turns(Measured):
         done = self.steps - self.warm_up
         if done == 0:
             step_s = (self.begun - self.half_way) / (self.warm_up - self.warm_up // 2)
-            self.connection.send({"setup_s": self.begun - self.created, "step_s": step_s})
-            self.connection.recv()
+            self._wait({"setup_s": self.begun - self.created, "step_s": step_s})
         elif 0 < done <= self.turns * self.turn:
             self._count_in_turn(done)
         if done == self.further_steps:
@@ -129,14 +129,24 @@ class Turns(Measured):
                 self.kernels.finished(PROFILED)
             self.connection.send(self.last_result | {"kernel_ms": self.kernels.kernel_ms})
 
+    def _wait(self, answer: dict) -> None:
+        """Tell what has been done, and wait until this is to go on.
+
+        Memory that PyTorch keeps for later steps goes back to the GPU: all ways together may keep
+        more than it has.
+        """
+        if DEVICE.type == "cuda":
+            torch.cuda.empty_cache()
+        self.connection.send(answer)
+        self.connection.recv()
+
     def _count_in_turn(self, done: int) -> None:
         """Begin to time, or end a turn, where so many steps after the warm-up say so."""
         if done % self.turn == LEAD_IN:
             self.first_timed = self.steps
             self.begun = self.now()
         elif done % self.turn == 0 and done < self.turns * self.turn:
-            self.connection.send(self.result() | {"kernel_ms": None})
-            self.connection.recv()
+            self._wait({**self.result(), "kernel_ms": None})
         elif done % self.turn == 0:
             self.last_result = self.result()
             if PROFILED:
@@ -164,6 +174,11 @@ def work(train: Callable, arguments: tuple, connection: Connection) -> None:
 
 class WayFailed(Exception):
     """A way that cannot go on; the message says why."""
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether the GPU had too little memory for it, which others may have held."""
+        return any(words in str(self) for words in ("out of memory", "ALLOC_FAILED"))
 
 
 class TimeIsUp(Exception):

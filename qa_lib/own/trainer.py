@@ -111,6 +111,8 @@ class FastTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training data, packed."""
+        if self.captured is not None:
+            self.captured.begin()  # a training asks for its data once
         if not self.packed or self.train_dataset is None:
             return super().get_train_dataloader()
         dataset = self.train_dataset
@@ -174,7 +176,12 @@ class CapturedBackward:
 
     def __init__(self, trainer: FastTrainer, capture: Callable = CapturedStep):
         self.trainer = trainer
-        self.captured = capture(self._forward_backward)
+        self.capture = capture
+        self.begin()
+
+    def begin(self) -> None:
+        """Capture anew: another training may have another model, and batches of another shape."""
+        self.captured = self.capture(self._forward_backward)
         self.recorded: tuple | None = None
         self.gradients: list[torch.Tensor | None] = []
 

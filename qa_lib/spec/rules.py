@@ -195,13 +195,10 @@ def _kernel_conflicts(settings: Settings) -> Iterator[str]:
     if settings.qkv == "fused" and settings.has_adapters:
         why = "the adapters' query, key and value are fused away"
         yield _clash(settings, "qkv", "trainable", why)
-    if settings.attention_projections == "fp8":
-        if settings.qkv != "fused":
-            why = "it is one linear layer of all three that has 8 bits: qkv=fused"
-            yield _clash(settings, "attention_projections", "qkv", why)
-        if settings.attention != "triton-varlen":
-            why = "8 bits have been tried beside our own kernel alone: attention=triton-varlen"
-            yield _clash(settings, "attention_projections", "attention", why)
+    own_attention = ("triton-varlen", "triton-causal")
+    if settings.attention_projections == "fp8" and settings.attention not in own_attention:
+        why = "8 bits have been tried beside our own kernels alone: attention=triton-varlen"
+        yield _clash(settings, "attention_projections", "attention", why)
 
 
 def _quantization_conflicts(settings: Settings) -> Iterator[str]:
@@ -689,6 +686,10 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
         yield from _mpnet_lacks(settings)
     elif architecture == "gpt2":
         yield from _gpt2_lacks(settings)
+    # A GPT-2's are one linear layer already.
+    has_separate = settings.qkv == "separate" and architecture != "gpt2"
+    if settings.attention_projections == "fp8" and has_separate:
+        yield "it is one linear layer of query, key and value that has 8 bits: qkv=fused"
     hands_on_parts = settings.compile == "regional" or settings.parallel == "pipeline"
     if hands_on_parts and architecture in ("distilbert", "modernbert"):
         yield (

@@ -38,7 +38,12 @@ class CapturedStep:
         if self.calls == WARM_UP + 1:
             self._capture(inputs, *fixed)
         else:
-            torch._foreach_copy_(_tensors(self.inputs), _tensors(inputs))
+            # By name: another batch may have them in another order.
+            in_order = [
+                {name: new[name] for name in part}
+                for part, new in zip(self.inputs, inputs, strict=True)
+            ]
+            torch._foreach_copy_(_tensors(self.inputs), _tensors(in_order))
         self.graph.replay()
         return self.loss.clone()
 

@@ -191,10 +191,11 @@ class MasterAdamW(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict) -> None:
         """Load a state that `state_dict` returned, every bit of it.
 
-        PyTorch would cast low bits, moments and counts to the type of the parameter. Rates stay in
-        the tensors that they are in, from which a captured graph reads them.
+        PyTorch would cast low bits, moments and counts to the type of the parameter. They and the
+        rates stay in the memory that they are in, which a captured graph reads and writes.
         """
         rates = [group["lr"] for group in self.param_groups]
+        before = {parameter: self.state.get(parameter, {}) for parameter in self.updates}
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
@@ -210,7 +211,7 @@ class MasterAdamW(torch.optim.Optimizer):
                     + ("" if self.masters else " without masters")
                 )
             self.state[parameter] = {
-                name: value.detach().to(parameter.device, copy=True)
+                name: _in_place(before[parameter].get(name), value, parameter.device)
                 for name, value in state.items()
             }
         for group, rate in zip(self.param_groups, rates, strict=True):
@@ -337,6 +338,15 @@ class MasterAdamW(torch.optim.Optimizer):
     def _columns(self, parameters: list[torch.Tensor]) -> list[list[torch.Tensor | None]]:
         """Return a list of each part of their state; low bits are None without masters."""
         return [[self.state[p].get(name) for p in parameters] for name in COLUMNS]
+
+
+def _in_place(
+    place: torch.Tensor | None, value: torch.Tensor, device: torch.device
+) -> torch.Tensor:
+    """Return a copy of `value` on a device: in `place` where one like it is there."""
+    if place is None or (place.shape, place.dtype) != (value.shape, value.dtype):
+        return value.detach().to(device, copy=True)
+    return place.copy_(value)
 
 
 def _named(dtype: torch.dtype) -> str:

@@ -17,11 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import pandas as pd
 
-from qa_lib.lab.report import evidence, facts
+from qa_lib.lab.report import counters, evidence, facts
 from qa_lib.lab.report.format import MISSING, factor, gain, number, percent, points
 from qa_lib.lab.report.stats import (
     BASELINE,
+    BEST_EXACT,
     BEST_F1,
+    EXACT,
     F1,
     FAILS,
     HOLDS,
@@ -34,8 +36,6 @@ from qa_lib.lab.report.stats import (
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 
 NEAR = 0.10  # a ratio of speeds within so much of theirs agrees with it
-EXACT = "quality.exact"  # exact match at threshold 0
-BEST_EXACT = "quality.best_exact"
 TIMED_STEPS = 500  # that the reference project's protocol asks for
 NOT_MEASURED = "not measured on this card"
 CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
@@ -76,6 +76,7 @@ class Measured:
         vram = vram[(vram["micro_batch"] == 8) & (vram["status"] == "ok")]
         vram = vram.drop_duplicates("spec.variant", keep="last").set_index("spec.variant")
         self.first_peaks = evidence.numbers(vram, {"peak": "memory.peak_alloc_mib"})["peak"]
+        self.language = evidence.runs_at_preset(every, group, "lm-bench")
         self.fresh = self._without_seeds_of_a_search(every, "B1-all")
 
     def _without_seeds_of_a_search(self, every: pd.DataFrame, variant: str) -> pd.DataFrame:
@@ -97,11 +98,14 @@ class Measured:
         `summary`: NaN where the parent has not run with all of the variant's seeds.
         """
         at_size = self.bench[self.bench["micro_batch"] == size]
-        by_variant = by_seed(at_size, column).reindex(columns=[variant, parent])
-        own = by_variant[variant].dropna()
-        base = by_variant[parent].dropna()
-        half = float(interval(own / base)) if own.index.isin(base.index).all() else math.nan
-        return own.mean() / base.mean(), half
+        return _ratio_of(by_seed(at_size, column), variant, parent)
+
+    def profile(self, variant: str, size: int = 32) -> dict | None:
+        """Return a variant's newest profile at a micro-batch; None where it was not profiled."""
+        is_asked = (self.bench["spec.variant"] == variant) & (self.bench["micro_batch"] == size)
+        newest_first = self.bench[is_asked].sort_values("time.started", ascending=False)
+        profiles = (run.profile() for run in newest_first["run"])
+        return next((profile for profile in profiles if profile), None)
 
     def first_peak(self, variant: str, parent: str) -> float:
         """Return peak memory over another's by the reference project's protocol: one step of 8
@@ -125,6 +129,18 @@ class Measured:
         base = self.scored[self.scored["spec.variant"] == BASELINE]
         means = evidence.numbers(base, {"own": column, "null": "quality.always_null_f1"}).mean()
         return means["own"] - means["null"]
+
+
+def _ratio_of(by_variant: pd.DataFrame, variant: str, parent: str) -> tuple[float, float]:
+    """Return a variant's mean over another's, and half the interval, as `Measured.ratio` does.
+
+    `by_variant` has a row for each seed.
+    """
+    both = by_variant.reindex(columns=[variant, parent])
+    own = both[variant].dropna()
+    base = both[parent].dropna()
+    half = float(interval(own / base)) if own.index.isin(base.index).all() else math.nan
+    return own.mean() / base.mean(), half
 
 
 # The tables.
@@ -390,11 +406,12 @@ def _about_the_rest(measured: Measured) -> dict[str, dict[str, tuple[str, Found]
                 faster(measured, ["D1"], "A3", 0.95, sizes=(8, 32)),
             ),
             "within 1 F1": ("−0.54", keeps(measured, "D1", "A3")),
-            "kernel count, SM occupancy and bandwidth of D1 and A3": (
+            "as many kernels a step, within 10 %": (MISSING, _kernel_counts(measured, "D1", "A3")),
+            "equal SM occupancy and bandwidth, within 10 %": (
                 MISSING,
-                Found("no D1 was profiled", CANNOT_TELL),
+                _counters(measured, "D1", "A3"),
             ),
-            "NVFuser": (MISSING, Found("torch.compile has no NVFuser any more", CANNOT_TELL)),
+            "NVFuser": (MISSING, _nvfuser(measured)),
         },
         "Warm up for 100 steps, time 500, average 3 runs": {
             "timed steps and runs": ("500 steps, 3 runs", _protocol(measured)),
@@ -403,7 +420,105 @@ def _about_the_rest(measured: Measured) -> dict[str, dict[str, tuple[str, Found]
                 Found("not on the GPU's host; the profiler's own timeline is shown", CANNOT_TELL),
             ),
         },
+        "Loading batches asynchronously saves time": {
+            "with and without": (MISSING, _loading(measured)),
+        },
+        "Data parallelism trains the language model faster": {
+            "several GPUs over one": (MISSING, _data_parallel(measured, "L-ddp")),
+        },
     }
+
+
+def _kernel_counts(measured: Measured, variant: str, parent: str) -> Found:
+    """Return whether a step of a variant launches as many kernels as one of another, within NEAR.
+
+    Cannot be told where a profile is missing.
+    """
+    counts = {}
+    for name in (variant, parent):
+        profile = measured.profile(name)
+        if profile:
+            counts[name] = profile["time"]["kernels_per_step"]
+    lacking = [name for name in (variant, parent) if counts.get(name) is None]
+    if lacking:
+        return Found(f"no {' and no '.join(lacking)} was profiled", CANNOT_TELL)
+    text = ", ".join(f"{name} {count:,.0f}" for name, count in counts.items())
+    return Found(text, judged(counts[variant] / counts[parent], math.nan, 1 - NEAR, 1 + NEAR))
+
+
+def _counters(measured: Measured, variant: str, parent: str) -> Found:
+    """Return whether kernels keep as many warps active, and come as near the memory's peak, as
+    another variant's, within NEAR.
+
+    Cannot be told where a profile with hardware counters is missing.
+    """
+    tables = {}
+    for name in (variant, parent):
+        profile = measured.profile(name)
+        if profile and counters.has_counters(profile):
+            tables[name] = counters.kernel_table(profile)
+    lacking = [name for name in (variant, parent) if name not in tables]
+    if lacking:
+        return Found(f"no hardware counters of {' and '.join(lacking)} were read", CANNOT_TELL)
+    words = []
+    signs = []
+    for column in ("warps_active_percent", "dram_percent"):
+        own, base = (counters.mean(tables[name], column) for name in (variant, parent))
+        words.append(f"{counters.PERCENTAGES[column]}: {number(own)}, {parent} {number(base)}")
+        signs.append(judged(own / base, math.nan, 1 - NEAR, 1 + NEAR))
+    return Found(f"{variant} {'; '.join(words)}", all_of(signs))
+
+
+def _nvfuser(measured: Measured) -> Found:
+    """Return whether NVFuser trains as fast as Inductor, where a PyTorch that has it was timed."""
+    found = faster(measured, ["D1-nvfuser"], "A3", 0.95)
+    if found.sign == CANNOT_TELL:
+        return Found("torch.compile has no NVFuser any more", CANNOT_TELL)
+    return found
+
+
+def _loading(measured: Measured) -> Found:
+    """Return how much of a step a batch takes the host to make, which is no verdict.
+
+    No two variants differ in how batches are loaded alone: it was argued and not tested.
+    """
+    runs = measured.bench[measured.bench["micro_batch"] == 32]
+    columns = {"data": "time.data_ms", "step": "time.step_ms.median", "busy": "speed.gpu_busy"}
+    values = evidence.numbers(runs, columns)
+    shares = (values["data"] / values["step"]).groupby(runs["spec.variant"]).mean()
+    busy = values["busy"].groupby(runs["spec.variant"]).mean()
+    words = [
+        f"{percent(shares[name])} of a step of {name} (GPU busy {percent(busy[name])})"
+        for name in (BASELINE, RECOMMENDED)
+        if not math.isnan(shares.get(name, math.nan))
+    ]
+    text = "not tested: no two variants differ in it alone"
+    if words:
+        text += f"; the host makes a batch in {', '.join(words)}"
+    return Found(text, CANNOT_TELL)
+
+
+def _data_parallel(measured: Measured, variant: str) -> Found:
+    """Return whether a language model's variant on several GPUs trains faster than its parent on
+    one.
+
+    Each GPU has 32 windows. Cannot be told where the two have not run with the same code.
+    """
+    parent = VARIANTS[variant].parent
+    runs = measured.language
+    runs = runs[runs["status"].eq("ok") & runs["micro_batch"].eq(32)]
+    runs = runs[runs["spec.variant"].isin([variant, parent])]
+    if runs["spec.variant"].nunique() < 2:
+        return Found(NOT_MEASURED, CANNOT_TELL)
+    world = runs.loc[runs["spec.variant"] == variant, "world"].max()
+    of_code = [part for _, part in runs.groupby("code") if part["spec.variant"].nunique() == 2]
+    value, half = _ratio_of(
+        by_seed(pd.concat(of_code) if of_code else runs, "speed.tokens_per_s"), variant, parent
+    )
+    text = f"{variant} on {world} GPUs {factor(value, half)} of {parent} on one"
+    if not of_code:
+        return Found(f"{text}, but of other code", CANNOT_TELL)
+    return Found(text, judged(value, half, 1, math.inf))
 
 
 def _protocol(measured: Measured) -> Found:
@@ -432,22 +547,41 @@ def published_numbers(measured: Measured) -> list[tuple[str, str, str, Found]]:
         for name in table.index:
             if parent in (VARIANTS[name].parent, BASELINE) and name != parent:
                 theirs = table.loc[name, "speed"] / table.loc[parent, "speed"]
-                found = _near(measured, name, parent, theirs)
+                found = _near(measured.ratio(name, parent), theirs)
                 lines.append((f"Training speed, × {parent}", name, factor(theirs), found))
     for label, column, key in (("F1", "score", F1), ("Exact match", "exact", EXACT)):
         for name in table.index.drop(BASELINE):
             theirs = table.loc[name, column] - table.loc[BASELINE, column]
             found = _as_theirs(measured, name, theirs, key)
             lines.append((f"{label} minus {BASELINE}'s, at threshold 0", name, gain(theirs), found))
-    scoring = table["eval_samples_per_s"] / table.loc[BASELINE, "eval_samples_per_s"]
-    said = ", ".join(f"{name} {factor(ratio)}" for name, ratio in scoring.drop(BASELINE).items())
-    reason = Found("no A1 was scored on a GPU of its own", CANNOT_TELL)
-    return [*lines, (f"Scoring speed, × {BASELINE}", "all", said, reason)]
+    return lines + _scoring_speeds(measured, table["eval_samples_per_s"])
 
 
-def _near(measured: Measured, variant: str, parent: str, theirs: float) -> Found:
-    """Return whether a variant's speed over another's is within NEAR of theirs, at 32 samples."""
-    value, half = measured.ratio(variant, parent)
+def _scoring_speeds(measured: Measured, theirs: pd.Series) -> list[tuple[str, str, str, Found]]:
+    """Return each variant's speed of scoring over the baseline's, as `published_numbers` does.
+
+    It is one line where the baseline has no time of its own: runs that share a GPU record none.
+    Times of another card, or of other code than the baseline's, do not count.
+    """
+    claim = f"Scoring speed, × {BASELINE}"
+    ratios = theirs.drop(BASELINE) / theirs[BASELINE]
+    timed = measured.scored.dropna(subset="time.eval_s")
+    is_baseline = timed["spec.variant"] == BASELINE
+    has_baseline = is_baseline.groupby([timed["group"], timed["code"]]).transform("any")
+    seconds = by_seed(timed[has_baseline.astype(bool)], "time.eval_s")
+    if BASELINE not in seconds:
+        said = ", ".join(f"{name} {factor(ratio)}" for name, ratio in ratios.items())
+        reason = Found(f"no {BASELINE} was scored on a GPU of its own", CANNOT_TELL)
+        return [(claim, "all", said, reason)]
+    return [
+        (claim, name, factor(ratio), _near(_ratio_of(1 / seconds, name, BASELINE), ratio))
+        for name, ratio in ratios.items()
+    ]
+
+
+def _near(ratio: tuple[float, float], theirs: float) -> Found:
+    """Return whether a ratio of speeds, with half its interval, is within NEAR of theirs."""
+    value, half = ratio
     if math.isnan(value):
         return Found(NOT_MEASURED, CANNOT_TELL)
     sign = judged(value, half, (1 - NEAR) * theirs, (1 + NEAR) * theirs)

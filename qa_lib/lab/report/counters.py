@@ -79,7 +79,7 @@ def counted_runs(runs: pd.DataFrame) -> pd.DataFrame:
     is_shown = runs["spec.variant"].isin(SHOWN) & runs["spec.search"].eq("")
     shown = runs[is_shown]
     shown = shown.assign(profile=[run.profile() for run in shown["run"]])
-    counted = shown[shown["profile"].map(_has_counters).astype(bool)]
+    counted = shown[shown["profile"].map(has_counters).astype(bool)]
     if counted.empty:
         raise NotMeasured(
             f"no profile of {', '.join(SHOWN)} has hardware counters: "
@@ -93,7 +93,7 @@ def counted_runs(runs: pd.DataFrame) -> pd.DataFrame:
     return newest.sort_values("spec.variant", key=lambda names: names.map(SHOWN.index))
 
 
-def _has_counters(profile: dict | None) -> bool:
+def has_counters(profile: dict | None) -> bool:
     """Return whether a profile has percentages of peaks, which those of older code lack."""
     kernels = (profile or {}).get("ncu") or []
     return any(kernel.get(name) is not None for kernel in kernels for name in PERCENTAGES)
@@ -215,13 +215,13 @@ def _means_table(counted: pd.DataFrame, kernels: dict[str, pd.DataFrame]) -> str
             "training": spoken.variant(variant),
             "ms a step": profile["time"]["step_ms"],
             "ms of its kernels": table["us"].sum() / 1e3,
-            **{heading: _mean(table, name) for name, heading in PERCENTAGES.items()},
+            **{heading: mean(table, name) for name, heading in PERCENTAGES.items()},
         })  # fmt: skip
     means = pd.DataFrame(lines)
     return markdown(render(means, [Column(name) for name in means]))
 
 
-def _mean(table: pd.DataFrame, name: str) -> float:
+def mean(table: pd.DataFrame, name: str) -> float:
     """Return the mean of a column over kernels, weighted by time; NaN where none has a value."""
     known = table.dropna(subset=name)
     return np.average(known[name], weights=known["us"]) if len(known) else np.nan

@@ -26,6 +26,7 @@ from qa_lib.lab.report.stats import (
 from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
+FEW_MINUTES = 2
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 
 
@@ -33,8 +34,9 @@ def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """Return what README.md begins with, as Markdown.
 
     Where runs in turns have the stack in 8 bits beside plain PyTorch, its lead and its F1 are
-    theirs, on whichever card that was; the minutes are those of the group. Else it is what
-    `headline` returns, which also says what the arguments are.
+    theirs, on whichever card that was. The minutes are of the stack beside plain PyTorch, too, or
+    else those of the group. Without runs in turns it is what `headline` returns, which also says
+    what the arguments are.
 
     Raises NotMeasured where the minutes are not known.
     """
@@ -44,7 +46,10 @@ def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
         return headline(runs, group, figures)
     chosen = evidence.select(runs, group)
     model = blocks["model.name"].iloc[0]
-    minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
+    try:
+        minutes, source_of_minutes = _minutes_of_stack(runs)
+    except evidence.NotMeasured:
+        minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
     f1, source_of_f1 = _f1_of_stack(runs, blocks)
     speed = f"*Speed:* runs in turns, group {blocks['group'].iloc[0]}; [more](#results)."
     return _screen(
@@ -104,7 +109,8 @@ def shown_model(runs: pd.DataFrame, group: str) -> str:
     """
     chosen = evidence.select(runs, group)
     is_recommended = chosen["spec.variant"] == RECOMMENDED
-    whole = runs[_is_whole(runs, chosen) & (runs["spec.variant"] == RECOMMENDED)]
+    on_card = runs["spec.hardware"].isin(chosen["spec.hardware"])
+    whole = runs[_is_whole(runs) & on_card & (runs["spec.variant"] == RECOMMENDED)]
     complete = chosen[
         is_recommended
         & chosen["model.name"].isin(_scored(runs, group)["model.name"])
@@ -203,6 +209,12 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
         sentence = _minutes_sentence(minutes, chosen)
         if whole["spec.variant"].is_unique:
             sentence += " Each was timed once."
+        shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
+        if len(shortened):
+            sentence += (
+                f" {' and '.join(shortened)} trained for one epoch, whose time after the start "
+                f"counts {evidence.FULL_EPOCHS} times."
+            )
         return sentence, _source_of_measured(whole)
     table = projected(summary(chosen))
     minutes = table["minutes"]
@@ -211,6 +223,43 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
             f"{RECOMMENDED} and the Trainer have not both been timed in {chosen['group'].iloc[0]}"
         )
     return f"{_minutes_sentence(minutes, chosen)} Projected.", _source_of_projected(table)
+
+
+def _minutes_of_stack(runs: pd.DataFrame) -> tuple[str, str]:
+    """Return how long the stack in 8 bits and plain PyTorch train, and where that comes from.
+
+    The trainings are whole ones, each in a process of its own with nothing compiled before. They
+    are of one card, and of the largest model that both have trained so.
+
+    Raises NotMeasured where there is no such model.
+    """
+    # A process that had served another run before had imported everything already.
+    began_cold = runs["time.compile_cached"].eq(False) & runs["time.first_step_s"].notna()
+    whole = runs[_is_whole(runs) & began_cold]
+    parts = {}
+    for _, part in whole.groupby(["spec.hardware", "model.name"]):
+        timed = _with_minutes(part)
+        if {in_turns.STACK, in_turns.PLAIN} <= set(timed["spec.variant"]):
+            parts[timed["model.params_total"].iloc[0]] = timed
+    if not parts:
+        raise evidence.NotMeasured("no model was trained whole by the stack and by plain PyTorch")
+    whole = parts[max(parts)]
+    first = whole.iloc[0]
+    minutes = whole.groupby("spec.variant")["minutes"].mean()
+    others = [name for name in (in_turns.STACK_16_BITS, in_turns.PLAIN) if name in minutes]
+    beside = [f"with {spoken.variant(name)} {_duration(minutes[name])}" for name in others]
+    sentence = (
+        f"Three epochs of {spoken.model(first['model.name'])} on {first['spec.n_train']:,.0f} "
+        f"samples take **{_duration(minutes[in_turns.STACK])}** on one "
+        f"{spoken.card(first['env.gpu'])} with {spoken.variant(in_turns.STACK)}, "
+        f"{' and '.join(beside)}."
+    )
+    return sentence, _source_of_measured(whole)
+
+
+def _duration(minutes: float) -> str:
+    """Return minutes as people say them, and few of them as seconds."""
+    return f"{60 * minutes:.0f} seconds" if minutes < FEW_MINUTES else f"{minutes:.1f} minutes"
 
 
 def _has_trainer(minutes: pd.Series) -> bool:
@@ -234,19 +283,12 @@ def _source_of_measured(whole: pd.DataFrame) -> str:
     """Return the conditions under which whole trainings were taken."""
     first = whole.iloc[0]
     end = "the score" if whole["quality.f1"].notna().all() else "the last step"
-    text = (
+    return (
         f"*Minutes:* measured from the command to {end}, with nothing cached, on "
         f"{first['spec.n_train']:,.0f} samples ({first['data.name']}; all of SQuAD v2 makes "
         f"{evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
         f"group {first['group']}, code {evidence.commits(whole)}."
     )
-    shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
-    if len(shortened):
-        text += (
-            f" {', '.join(shortened)}: one epoch was run, and its time after the start counts "
-            f"{evidence.FULL_EPOCHS} times."
-        )
-    return text
 
 
 def _source_of_projected(table: pd.DataFrame) -> str:
@@ -326,7 +368,15 @@ def _whole_trainings(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
     """
     trains_all = chosen["spec.variant"].isin([BASELINE, RECOMMENDED])
     is_alike = runs["model.params_total"].isin(chosen.loc[trains_all, "model.params_total"])
-    whole = runs[is_alike & _is_whole(runs, chosen)]
+    is_alike &= runs["spec.hardware"].isin(chosen["spec.hardware"])
+    return _with_minutes(runs[is_alike & _is_whole(runs)])
+
+
+def _with_minutes(whole: pd.DataFrame) -> pd.DataFrame:
+    """Return those runs whose time is known and that had the most samples.
+
+    `whole` are runs that trained whole. See `_whole_trainings` for the columns that are new.
+    """
     columns = {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"}
     seconds = evidence.numbers(whole, columns)
     one_run = seconds["process"].fillna(seconds["run"])
@@ -339,12 +389,10 @@ def _whole_trainings(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
     return evidence.largest_micro_batch(whole[most_samples])
 
 
-def _is_whole(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.Series:
-    """Return which runs trained whole, with nothing compiled before, on the hardware of
-    `chosen`."""
+def _is_whole(runs: pd.DataFrame) -> pd.Series:
+    """Return which runs trained whole, with nothing compiled before."""
     return (
         runs["status"].eq("ok")
-        & runs["spec.hardware"].isin(chosen["spec.hardware"])
         & runs[evidence.EPOCHS].isin([1, evidence.FULL_EPOCHS])
         & runs["spec.search"].eq("")
         & runs["time.resumed_from_step"].isna()

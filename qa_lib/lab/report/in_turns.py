@@ -32,6 +32,8 @@ SHOWN = (
     STACK,
     WITHOUT_MASTERS,
 )
+# The presets by whose runs F1 is compared -> what a sentence says of their questions.
+QUESTIONS = {"quality": "", "answerable": " on questions that all have an answer"}
 SPEED = "speed.samples_per_s"
 KERNEL_MS = "time.kernel_ms"
 ENOUGH_BLOCKS = 3  # for an interval
@@ -56,7 +58,7 @@ def beside_rivals(runs: pd.DataFrame) -> str:
         "a step's kernels run, without what the GPU waits for the host."
     )
     paragraphs = [
-        f"{finding(at_size)}{_other_sizes(blocks, size)} {f1_sentence(runs)}".rstrip(),
+        f"{finding(at_size)}{_other_sizes(blocks, size)} {f1_sentences(runs)}".rstrip(),
         markdown(_in_words(lead_table(at_size))),
         source,
     ]
@@ -200,35 +202,50 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
     return f" Over {spoken.variant(PLAIN)} it is {' and '.join(said)}."
 
 
-def f1_sentence(runs: pd.DataFrame) -> str:
-    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored."""
-    scored = scored_part(runs)
+def f1_sentences(runs: pd.DataFrame) -> str:
+    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored.
+
+    It is a sentence for each of QUESTIONS that were scored.
+    """
+    return " ".join(filter(None, (_f1_sentence(runs, preset) for preset in QUESTIONS)))
+
+
+def _f1_sentence(runs: pd.DataFrame, preset: str) -> str:
+    """Return what `f1_sentences` does for one preset."""
+    scored = scored_part(runs, preset)
     if scored.empty:
         return ""
-    seeds = len(by_seed(scored, BEST_F1)[[STACK, STACK_16_BITS]].dropna())
-    model = spoken.model(scored["model.name"].iloc[0])
-    text = (
-        f"F1 of {model} with {spoken.variant(STACK)}: {_difference(scored, STACK, STACK_16_BITS)}"
-    )
-    if PLAIN in by_seed(scored, BEST_F1):
-        text += (
-            f" and {_difference(scored, STACK, PLAIN)}; of 16 bits "
-            f"{_difference(scored, STACK_16_BITS, PLAIN)}"
-        )
+    scores = by_seed(scored, BEST_F1)
+    said = []
+    seeds = set()
+    for name in (STACK, WITHOUT_MASTERS, STACK_16_BITS):
+        # The line of the stack says in words what the names below it are.
+        words = spoken.variant if name == STACK else str
+        differences = []
+        for other in (STACK_16_BITS, PLAIN):
+            shared = 0 if other == name else len(scores.reindex(columns=[name, other]).dropna())
+            if shared:
+                difference = gain(*compare(scored, name, other, BEST_F1))
+                differences.append(f"{difference} against {words(other)}")
+                seeds.add(shared)
+        if differences:
+            said.append(f"{words(name)} {' and '.join(differences)}")
+    counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
     return (
-        f"{text}. All at the best threshold, over {seeds} equal seeds "
+        f"F1 of {spoken.model(scored['model.name'].iloc[0])}{QUESTIONS[preset]}: "
+        f"{'; '.join(said)}. All at the best threshold, over {counts} equal seeds "
         f"(group {scored['group'].iloc[0]})."
     )
 
 
-def scored_part(runs: pd.DataFrame) -> pd.DataFrame:
+def scored_part(runs: pd.DataFrame, preset: str = "quality") -> pd.DataFrame:
     """Return the runs by which F1 of the stack is compared; none where it was never scored.
 
-    They are those at preset `quality` of one group, model, data and training. They have the stack
-    and 16 bits at ENOUGH_SEEDS equal seeds, if any have; then they are of the largest model, and
-    have the most seeds.
+    They are those at a preset of QUESTIONS of one group, model, data and training. They have the
+    stack and 16 bits at ENOUGH_SEEDS equal seeds, if any have; then they are of the largest model,
+    and have the most seeds.
     """
-    scored = runs[(runs["spec.preset.name"] == "quality") & (runs["spec.search"] == "")]
+    scored = runs[(runs["spec.preset.name"] == preset) & (runs["spec.search"] == "")]
     parts = {}
     for _, part in scored.groupby(["group", "model", "data", "training"], dropna=False):
         scores = by_seed(part, BEST_F1)
@@ -237,9 +254,3 @@ def scored_part(runs: pd.DataFrame) -> pd.DataFrame:
             size = float(part["model.params_total"].iloc[0])
             parts[seeds >= ENOUGH_SEEDS, size, seeds] = part
     return parts[max(parts)] if parts else runs[:0]
-
-
-def _difference(runs: pd.DataFrame, variant: str, other: str) -> str:
-    """Return the F1 of a variant less that of another in words."""
-    difference = gain(*compare(runs, variant, other, BEST_F1))
-    return f"{difference} against {spoken.variant(other)}"

@@ -20,6 +20,8 @@ LEAST_SEEDS = 3  # below so many values there is no interval
 BASELINE = BASELINES["qa"]
 F1 = "quality.f1"  # at threshold 0 for "no answer"
 BEST_F1 = "quality.best_f1"  # at the best threshold
+EXACT = "quality.exact"  # exact match at threshold 0
+BEST_EXACT = "quality.best_exact"
 
 # What `verdict` returns -> its sign in tables; the worst comes first.
 VERDICTS = {"beyond": "✗", "open": "?", "no worse": "✓+", "within": "✓"}
@@ -105,8 +107,8 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
         raise NotMeasured(
             "no margin of this task's score is set within which variants count as equal"
         )
-    at_zero = _against_baseline(runs, F1)
-    at_best = _against_baseline(runs, BEST_F1).add_prefix("best_")
+    at_zero = against_baseline(runs, F1)
+    at_best = against_baseline(runs, BEST_F1).add_prefix("best_")
     table = pd.concat([at_zero, at_best], axis="columns").query("n > 0 and best_n > 0")
     table = table.drop(columns="best_n").rename_axis("variant")
     faulty = [
@@ -127,7 +129,7 @@ def equivalence(runs: pd.DataFrame) -> pd.DataFrame:
     return table.assign(verdict=verdicts)
 
 
-def _against_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
+def against_baseline(runs: pd.DataFrame, column: str) -> pd.DataFrame:
     """Return n, delta and delta± of a score against the baseline's over equal seeds, by variant.
 
     Raises NotMeasured where the baseline has no score.
