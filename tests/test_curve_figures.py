@@ -51,6 +51,20 @@ def test_memory_grows_from_the_least_size_to_the_largest():
     assert "2 of 3 variants were measured at both ends" in figure.get_supxlabel()
 
 
+def test_predicted_memory_can_be_told_from_measured_memory_on_which_it_lies():
+    points = table(*CURVES).assign(predicted=lambda points: 1.02 * points["gib"])
+    figure = drawn(points, "length", "gib")
+    dashed = [line for line in figure.axes[0].lines if line.get_linestyle() == "--"]
+    assert [line.get_color() for line in dashed] == ["black", "black"]
+    caption = figure.get_supxlabel().replace("\xa0", " ")
+    assert "Dashed: predicted, within 2.00 % of the measured." in caption
+
+
+def test_where_no_memory_is_predicted_the_caption_tells_of_no_dashes():
+    figure = drawn(table(*CURVES).assign(predicted=math.nan), "length", "gib")
+    assert "Dashed" not in figure.get_supxlabel()
+
+
 def test_speed_over_lengths_is_that_of_the_quickest_against_the_baseline():
     figure = drawn(table(*CURVES), "length", "speed")
     assert style.title_of(figure) == "A2 trains ×2.00 as fast as A1 at 128 tokens, ×3.00 at 512"

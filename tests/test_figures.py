@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -352,16 +353,74 @@ def test_memory_has_ticks_that_double(low, high, ticks):
     assert report_figures._doubling(low, high) == ticks
 
 
-def test_memory_names_the_variants_of_few_words_and_those_on_the_line_alone():
-    shown = pd.DataFrame({
-        "variant": ["A1", "A2", "C2"],
-        "samples_per_s": [100.0, 90.0, 50.0],
-        "gib": [8.0, 9.0, 4.0],
-    })  # fmt: skip
+def memory_axis(shown):
+    """The axis of a figure of memory on which points (variant, samples/s, GiB) are drawn."""
     axis = style.new_figure("Title", "", 6.0).subplots()
     axis.set(xlim=(0, 120), ylim=(2, 12))
     report_figures._draw_memory(axis, shown, "A1")
-    assert {text.get_text() for text in axis.texts} == {"A1", "C2"}
+    return axis
+
+
+def test_memory_names_the_reference_projects_variants_and_those_of_the_line():
+    shown = pd.DataFrame({
+        "variant": ["A1", "E-adamw", "C1", "C2", "E-gelu"],
+        "samples_per_s": [100.0, 90.0, 60.0, 50.0, 110.0],
+        "gib": [8.0, 9.0, 6.0, 4.0, 10.0],
+    })  # fmt: skip
+    axis = memory_axis(shown)
+    assert {text.get_text() for text in axis.texts} == {"A1", "C1", "C2", "E-gelu"}
+
+
+def test_memory_without_a_name_is_named_in_the_caption(own):
+    # A4 is the leanest and the fastest.
+    mib = 2048.0 - 1024.0 * (own["spec.variant"] == "A4")
+    runs = own.assign(**{"memory.peak_reserved_mib": mib})
+    figure = report_figures.fig_memory(runs)
+    axis = figure.axes[0]
+    caption = figure.get_supxlabel().replace("\n", " ")
+    named = {text.get_text() for text in axis.texts}
+    (told,) = re.findall(r"Small, from slow to fast: (.*?)\. ", caption)
+    # B1 trains too little to be drawn, and C1 and D1-nvfuser have no speed.
+    assert named == {"A1", "A2", "A3", "A4", "C2"}
+    assert set(told.split(", ")) == {"A0", "A4-nb", "A4-b"}
+
+
+# F1.
+
+
+@pytest.fixture
+def tested(monkeypatch):
+    """Lines of `equivalence`: the reference project's variants, of which B1 is far, and others."""
+    names = ["A2", "A3", "B1", "C1", "D1", "E-plain", "E-graph", "E-fp8", "E-uncompiled", "E-t4"]
+    rows = pd.DataFrame({"n": 3, "delta": -0.5, "delta±": 0.4, "best_delta": 0.1}, names)
+    rows = rows.assign(**{"best_delta±": 0.4, "verdict": "within"})
+    rows.loc["B1", ["delta", "best_delta", "verdict"]] = [-17.7, -15.0, "beyond"]
+    monkeypatch.setattr(report_figures, "equivalence", lambda runs: rows)
+    return rows
+
+
+def test_f1_is_drawn_of_the_reference_projects_variants_before_others(own, tested):
+    axis = report_figures.fig_equivalence(own).axes[0]
+    drawn = [label.get_text() for label in axis.get_yticklabels()]
+    assert len(drawn) == report_figures.MOST
+    assert {"A2", "A3", "B1", "C1", "D1", "E-uncompiled"} < set(drawn)
+
+
+def test_f1_that_is_far_from_the_baselines_is_a_number_at_the_edge(own, tested):
+    figure = report_figures.fig_equivalence(own)
+    axis = figure.axes[0]
+    assert "−15.00, −17.70" in {text.get_text() for text in axis.texts}
+    assert max(map(abs, axis.get_xlim())) < 2
+    triangles = [line for line in axis.lines if line.get_marker() == "<"]
+    assert len(triangles) == 2
+    assert "refuted" in {text.get_text() for text in axis.texts}
+    assert "Triangles: beyond the axis" in figure.get_supxlabel()
+
+
+def test_f1_has_no_triangles_where_none_is_far(own, tested):
+    tested.loc["B1", ["delta", "best_delta"]] = -4.0
+    figure = report_figures.fig_equivalence(own)
+    assert "Triangles" not in figure.get_supxlabel()
 
 
 # Parts.
@@ -610,7 +669,7 @@ def test_allocations_are_drawn_in_their_order_and_not_by_the_hosts_clock():
     late = [(0.0, 1.0), (50.0, 3.0), (57.0, 2.0)]
     figure = profile_figures.allocations({"A1": profile_of(timeline=late)})
     (axis,) = figure.axes
-    assert style.title_of(figure) == "Within a step, the memory allocated reaches 3.00 MiB in A1"
+    assert style.title_of(figure) == "A step's allocated memory reaches 3.00 MiB in A1"
     assert axis.lines[0].get_xydata().tolist() == [[0, 1], [50, 3], [100, 2]]
     assert "in their order" in axis.get_xlabel()
 
@@ -668,6 +727,15 @@ def test_allocated_memory_is_drawn_as_a_line_for_each_profile_that_has_some():
     (axis,) = profile_figures.allocations(shown).axes
     drawn = {line.get_label(): line.get_xydata().tolist() for line in axis.lines}
     assert drawn == {"A1": [[0.0, 10.0], [100.0, 20.0]], "A2": [[0.0, 20.0], [100.0, 40.0]]}
+
+
+def test_the_memory_of_two_steps_is_drawn_from_records_in_the_colours_of_their_kinds():
+    rows = [(name, 8, profile_of()) for name in ("A1", "A2", RECOMMENDED)]
+    for _, _, profile in rows:
+        profile["memory"] |= {"timeline": [(0.0, 1.0), (56.0, 2.0)]}
+    (axis,) = profile_figures.fig_allocations(runs_with_profiles(*rows)).axes
+    drawn = {line.get_label(): line.get_color() for line in axis.lines}
+    assert drawn == {"A1": style.GREEN, RECOMMENDED: style.BLUE}
 
 
 def test_a_profile_may_differ_from_its_run_by_the_batches_that_it_drew(steps_drawn):

@@ -30,6 +30,7 @@ def line(variant, world, micro_batch, speed, *, seed=0, batch=512, loss=2.0, **m
     is_pipeline = variant in ("P-gpipe", "P-1f1b", "P-interleaved")
     columns = {
         "group": "h200-parallel",
+        "task.name": "qa",
         "env.gpu": "NVIDIA H200",
         "code.dirty": False,
         "spec.seed": seed,
@@ -146,7 +147,16 @@ def test_the_picture_says_how_quick_the_quickest_pipeline_is(runs):
     with style.style():
         figure = one_stack.fig_pipelines(runs)
     assert style.title_of(figure) == "On 2 GPUs at batch 512 P-1f1b trains ×0.90 as fast as P-ddp"
-    assert len(figure.axes) == 4
+    assert len(figure.axes) == 3
+    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    assert names == ["P-ddp, 2 GPUs, batch 512, n = 1", "P-1f1b, 2 GPUs, batch 512, n = 1"]
+    assert "Fewer than 3 have no interval" in figure.get_supxlabel()
+
+
+def test_the_picture_has_the_colours_of_all_pages(runs):
+    figure = one_stack.fig_pipelines(runs)
+    colors = {bar.get_facecolor()[:3] for axis in figure.axes for bar in axis.patches}
+    assert colors == {style.BLUE}
 
 
 # The verdict on the slides' ×1.85 on two GPUs and ×3.06 on four.

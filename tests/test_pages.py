@@ -1,5 +1,6 @@
 """Rendered pages: which records they are of, and what becomes of them when a record changes."""
 
+import copy
 import json
 import subprocess
 from pathlib import Path
@@ -124,6 +125,90 @@ def test_what_shows_committed_records_is_made_anew_without_the_training():
     page = notebook_of(trained, old)
     pages.take_cells(page, part, pages.cells_of_records(notebook))
     assert page.cells == [trained, kept]
+
+
+@pytest.fixture
+def trained(tmp_path, monkeypatch):
+    """A notebook that trains, and its page, in a folder of their own."""
+    monkeypatch.setattr(cli, "ROOT", tmp_path)
+    monkeypatch.setattr(cli, "PAGES", {})
+    monkeypatch.setattr(cli, "TWINS", {})
+    monkeypatch.setattr(cli, "TRAINED", {"page.ipynb": "notebook.ipynb"})
+    cells = [code("seed = 0", tags=["parameters"]), code("fit()"), code("kernels()")]
+    cells.append(code("committed()", tags=["records"]))
+    notebook = notebook_of(*cells)
+    page = copy.deepcopy(notebook)
+    for cell in page.cells:
+        cell.outputs[0].data["text/markdown"] = f"of {cell.source}"
+    for cell in notebook.cells:
+        cell.outputs = []
+    injected = code("seed = 1", tags=["injected-parameters"])
+    page.cells.insert(1, injected)
+    return notebook, page
+
+
+def kept_page(notebook, page):
+    """What `report --check` says of a page, and what the page becomes: its cells' (source, output).
+
+    After that `report --check` says nothing of it.
+    """
+    nbformat.write(notebook, cli.ROOT / "notebook.ipynb")
+    nbformat.write(page, cli.ROOT / "page.ipynb")
+    found = cli._old_pages()
+    page.cells = pages.cells_of_today(page, notebook)
+    nbformat.write(page, cli.ROOT / "page.ipynb")
+    assert cli._old_pages() == []
+    shown = [
+        [output.get("data", {}).get("text/markdown", "") for output in cell.get("outputs", [])]
+        for cell in page.cells
+    ]
+    return found, dict(zip([cell.source for cell in page.cells], shown, strict=True))
+
+
+def test_a_page_that_trained_keeps_what_it_showed(trained):
+    assert kept_page(*trained) == (
+        [],
+        {
+            "seed = 0": ["of seed = 0"],
+            "seed = 1": [""],
+            "fit()": ["of fit()"],
+            "kernels()": ["of kernels()"],
+            "committed()": ["of committed()"],
+        },
+    )
+
+
+def test_a_page_that_trained_shows_nothing_of_a_cell_that_changed_since_and_says_so(trained):
+    notebook, page = trained
+    notebook.cells[2].source = "launches()"
+    notebook.cells[3].source = "archived()"
+    found, shown = kept_page(notebook, page)
+    assert found == [
+        "page.ipynb is not of today's notebook.ipynb: run python -m qa_lib report --pages"
+    ]
+    assert shown["fit()"] == ["of fit()"]
+    assert shown["launches()"] == [pages.CHANGED]
+    assert shown["archived()"] == []
+
+
+def test_a_page_that_trained_has_todays_texts_and_new_cells(trained):
+    notebook, page = trained
+    notebook.cells.append(nbformat.v4.new_markdown_cell("And its memory:"))
+    notebook.cells.append(code("memory()", tags=["records"]))
+    notebook.cells[-1].outputs = []
+    found, shown = kept_page(notebook, page)
+    assert len(found) == 1
+    assert [*shown][-2:] == ["And its memory:", "memory()"]
+    assert shown["memory()"] == []
+
+
+def test_a_page_that_trained_shows_no_picture_whose_title_the_code_makes_no_longer(trained):
+    notebook, page = trained
+    (picture,) = page.cells[2].outputs
+    picture.metadata = {"image/png": {"alt": "Training loss at the end: 1.40 in D1, 1.39 in A3"}}
+    found, shown = kept_page(notebook, page)
+    assert len(found) == 1
+    assert shown["fit()"] == [pages.CHANGED]
 
 
 def test_each_rendered_page_is_known():

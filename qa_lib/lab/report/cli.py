@@ -179,16 +179,19 @@ def execute_pages() -> None:
 def execute_cells_of_records(notebook: str, page: Path) -> None:
     """Execute those cells of a notebook that show committed records, and put them into its page.
 
-    What the other cells of the page trained and show stays.
+    What the other cells of the page trained and show stays, where they are the notebook's still
+    (see `pages.cells_of_today`).
     """
     import nbformat
 
+    of_notebook = nbformat.read(ROOT / notebook, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
-        part = pages.without_training(nbformat.read(ROOT / notebook, as_version=4))
+        part = pages.without_training(of_notebook)
         nbformat.write(part, Path(folder, "part.ipynb"))
         execute(f"{folder}/part.ipynb", Path(folder, "executed.ipynb"), {})
         executed = nbformat.read(Path(folder, "executed.ipynb"), as_version=4)
     kept = nbformat.read(page, as_version=4)
+    kept.cells = pages.cells_of_today(kept, of_notebook)
     pages.take_cells(kept, executed, pages.cells_of_records(part))
     write_atomically(page, nbformat.writes(kept).rstrip() + "\n")
 
@@ -269,8 +272,8 @@ def _remove_traces(executed, notebook) -> None:
     for cell in executed.cells:
         tags = cell.metadata.get("tags", [])
         cell.metadata = {"tags": tags} if tags else {}
-        if tags == ["injected-parameters"]:
-            cell.id = "injected-parameters"  # papermill draws one at random
+        if tags == [pages.INJECTED]:
+            cell.id = pages.INJECTED  # papermill draws one at random
 
 
 def as_markdown(executed, page: Path) -> str:
@@ -379,7 +382,7 @@ def _pages_of_other_records(digests: dict[str, str]) -> list[str]:
 def _old_pages() -> list[str]:
     """Return a sentence for each page whose cells are not those of its notebook.
 
-    In pages that trained, those cells count that show committed records.
+    Pages that trained are to be what `pages.cells_of_today` makes of them.
     """
     import nbformat
 
@@ -391,18 +394,17 @@ def _old_pages() -> list[str]:
             continue
         kept = nbformat.read(ROOT / page, as_version=4)
         of_notebook = nbformat.read(ROOT / notebook, as_version=4)
-        compared = None if page in whole else pages.cells_of_records(of_notebook)
-        if _sources(kept, compared) != _sources(of_notebook, compared):
+        if page in whole:
+            is_of_today = _sources(kept) == _sources(of_notebook)
+        else:
+            is_of_today = kept.cells == pages.cells_of_today(kept, of_notebook)
+        if not is_of_today:
             problems.append(
                 f"{page} is not of today's {notebook}: run python -m qa_lib report --pages"
             )
     return problems
 
 
-def _sources(notebook, ids: list[str] | None) -> list[str]:
-    """Return the sources of a notebook's cells of these ids, or of all but injected parameters."""
-    return [
-        cell.source
-        for cell in notebook.cells
-        if (cell.id != "injected-parameters" if ids is None else cell.id in ids)
-    ]
+def _sources(notebook) -> list[str]:
+    """Return the sources of a notebook's cells, less that of injected parameters."""
+    return [cell.source for cell in notebook.cells if cell.id != pages.INJECTED]

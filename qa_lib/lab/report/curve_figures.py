@@ -16,7 +16,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from qa_lib.lab.report import curves, evidence, style
 from qa_lib.lab.report.evidence import NotMeasured
-from qa_lib.lab.report.format import factor, number
+from qa_lib.lab.report.format import factor, number, percent
 from qa_lib.lab.report.point_names import along_curve, name_beside, name_points
 
 Size = Literal["length", "micro_batch"]
@@ -63,7 +63,7 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: Size, measure: Meas
     told = {*found.told, base}
     notes = [where.capitalize(), found.note, style.code(evidence.commits(runs))]
     if measure == "gib":
-        notes.insert(1, "Dashed: predicted")
+        notes.insert(1, _prediction(part[part["variant"].isin(told)]))
     note = ". ".join(text for text in notes if text)
     figure = style.group_figure(runs, found.title, note, 4.8)
     axis = figure.subplots()
@@ -71,8 +71,8 @@ def fig_curve(runs: pd.DataFrame, table: pd.DataFrame, size: Size, measure: Meas
     for variant, line in part.groupby("variant", sort=False):
         axis.plot(line[size], line[measure], **looks[variant])
         if measure == "gib" and variant in told:
-            dashed = looks[variant] | {"linestyle": "--", "linewidth": 1.0, "marker": ""}
-            axis.plot(line[size], line["predicted"], **dashed)
+            # In black: it would hide in a curve of its colour, on which it mostly lies.
+            axis.plot(line[size], line["predicted"], "--", color="black", linewidth=1, zorder=4)
     _scale(axis, part, size, measure)
     style.legend_of_kinds(axis, part["variant"], base)
     _mark_out_of_memory(axis, part, size, measure, looks)
@@ -106,6 +106,19 @@ def _memory_finding(part: pd.DataFrame, size: Size) -> Finding:
     if len(growth) < variants:
         note = f"{len(growth)} of {variants} variants were measured at both ends"
     return Finding(title, told, note)
+
+
+def _prediction(told: pd.DataFrame) -> str:
+    """Return what is dashed, and how near it is to what was measured; "" if nothing is predicted.
+
+    `told` are the points of the variants that have a dashed curve.
+    """
+    off = (told["predicted"] / told["gib"] - 1).abs().max()
+    if told["predicted"].isna().all():
+        return ""
+    if math.isnan(off):
+        return "Dashed: predicted"
+    return f"Dashed: predicted, within {percent(off)} of the measured"
 
 
 def _speed_finding(part: pd.DataFrame, size: Size, base: str) -> Finding:

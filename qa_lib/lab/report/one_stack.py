@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from qa_lib.lab.report import evidence, scaling, style
 from qa_lib.lab.report.claims import CANNOT_TELL, NEAR, Found, all_of, judged
 from qa_lib.lab.report.format import MISSING, factor, number, percent
-from qa_lib.lab.report.stats import interval
+from qa_lib.lab.report.stats import LEAST_SEEDS, interval
 from qa_lib.lab.report.tables import Column, render
 from qa_lib.spec.settings import DataParallel
 from qa_lib.spec.variants import VARIANTS
@@ -175,26 +175,33 @@ def _quickest_pipeline(part: pd.DataFrame) -> pd.Series:
 
 
 def fig_pipelines(runs: pd.DataFrame) -> Figure:
-    """Draw samples/s, what a GPU computes, peak memory and loss of the lines of `side_by_side`."""
+    """Draw samples/s, what a GPU computes, and peak memory of the lines of `side_by_side`.
+
+    Raises NotMeasured where there are none.
+    """
     lines = side_by_side(runs)
-    note = "Each at its quickest micro-batch. " + style.code(evidence.commits(runs))
+    notes = ["Each at its quickest micro-batch; n: runs", style.code(evidence.commits(runs))]
+    if lines["n"].min() < LEAST_SEEDS:
+        notes.insert(1, f"Fewer than {LEAST_SEEDS} have no interval")
     height = 1.4 + 0.25 * len(lines)
-    figure = style.group_figure(runs, scaling.worded(finding(lines), runs), note, height)
+    title = scaling.worded(finding(lines), runs)
+    figure = style.group_figure(runs, title, ". ".join(notes), height)
     panels = {
         "samples/s": lines["speed"],
         "% of a step computing": 100 * lines["computes"],
         "peak GiB of a GPU": lines["peak_mib"] / 1024,
-        "loss at the end": lines["loss"],
     }
-    colors = [style.RED if kind == "pipeline" else style.BLUE for kind in lines["kind"]]
+    colors = style.kinds(lines["variant"], evidence.baseline(runs)).map(style.KINDS)
     axes = figure.subplots(1, len(panels))
     for axis, (name, values) in zip(axes, panels.items(), strict=True):
         axis.barh(lines.index, values.fillna(0.0), color=colors, height=0.7)
         style.name_bars(axis, [""] * len(lines))
         style.columns(axis, {"": values.map(number)})
         axis.set(xlabel=scaling.worded(name, runs), xlim=(0, None))
-    gpus = lines["world"].map(", {} GPUs".format)
-    names = lines["variant"] + gpus + lines["batch"].map(", batch {:,}".format)
+    names = [
+        f"{line.variant}, {line.world} GPUs, batch {line.batch:,}, n = {line.n}"
+        for line in lines.itertuples()
+    ]
     style.name_bars(axes[0], [scaling.worded(name, runs) for name in names])
     return figure
 

@@ -19,8 +19,14 @@ from qa_lib.lab.report.style import digest
 if TYPE_CHECKING:  # it takes a second
     from nbformat import NotebookNode
 
-# The tag of cells that show committed records and need nothing that the notebook trained.
+# The tag of cells that show committed records, or variants of this library, and need nothing that
+# the notebook trained.
 OF_RECORDS = "records"
+INJECTED = "injected-parameters"  # the tag and the id of papermill's cell
+# What stands where a cell that trains showed something before it changed.
+CHANGED = "*This cell has changed since it ran, and what it showed is left out.*"
+# The titles of pictures that other code draws by now, in cells whose own source is the same.
+FORMER_TITLES = re.compile(r"Training loss at the end: |A step takes .* → ")
 
 
 def group_digests(runs: pd.DataFrame) -> dict[str, str]:
@@ -62,12 +68,62 @@ def changed_groups(page: "NotebookNode", digests: dict[str, str]) -> list[str]:
     return [name for name in sorted({*kept, *today}) if kept.get(name) != today.get(name)]
 
 
-# Pages whose notebooks train: cells that show committed records are executed by themselves.
+# Pages whose notebooks train: cells that show committed records are executed by themselves, and of
+# the others a page keeps what they showed, until they change.
+
+
+def cells_of_today(page: "NotebookNode", notebook: "NotebookNode") -> list["NotebookNode"]:
+    """Return the cells of a notebook as its page shows them.
+
+    A cell that is the same in the page is the page's, with what it showed there. Another one is the
+    notebook's, and shows CHANGED where the page's showed something, as do cells with a picture of
+    FORMER_TITLES. Those of OF_RECORDS show nothing until they are executed. Parameters that
+    papermill put into the page stay.
+    """
+    kept = {cell.id: cell for cell in page.cells}
+    injected = [cell for cell in page.cells if INJECTED in _tags(cell)]
+    cells = []
+    for cell in notebook.cells:
+        cells.append(_cell_of_today(kept.get(cell.id), cell))
+        if "parameters" in _tags(cell):
+            cells += injected
+    return cells
+
+
+def _cell_of_today(kept: "NotebookNode | None", cell: "NotebookNode") -> "NotebookNode":
+    """Return a cell of a notebook as its page shows it, whose cell is `kept`, or None if new."""
+    import nbformat
+
+    tags = _tags(cell)
+    if kept is not None:
+        is_same = kept.source == cell.source and _tags(kept) == tags
+        if is_same and not _has_former_picture(kept):
+            return kept
+    today = copy.deepcopy(cell)
+    today.metadata = {"tags": tags} if tags else {}
+    has_shown = kept is not None and kept.get("outputs")
+    if has_shown and OF_RECORDS not in tags:
+        today.outputs = [nbformat.v4.new_output("display_data", {"text/markdown": CHANGED})]
+    return today
+
+
+def _tags(cell: "NotebookNode") -> list[str]:
+    """Return the tags of a cell."""
+    return cell.metadata.get("tags", [])
+
+
+def _has_former_picture(cell: "NotebookNode") -> bool:
+    """Return whether a cell of a page shows a picture of FORMER_TITLES."""
+    titles = [
+        output.get("metadata", {}).get("image/png", {}).get("alt", "")
+        for output in cell.get("outputs", [])
+    ]
+    return any(map(FORMER_TITLES.match, titles))
 
 
 def cells_of_records(notebook: "NotebookNode") -> list[str]:
     """Return the ids of the cells of a notebook that have the tag OF_RECORDS."""
-    return [cell.id for cell in notebook.cells if OF_RECORDS in cell.metadata.get("tags", [])]
+    return [cell.id for cell in notebook.cells if OF_RECORDS in _tags(cell)]
 
 
 def without_training(notebook: "NotebookNode") -> "NotebookNode":
@@ -79,9 +135,7 @@ def without_training(notebook: "NotebookNode") -> "NotebookNode":
     cells = [
         cell
         for cell in notebook.cells
-        if cell.id in own
-        or cell.source.startswith("# @title")
-        or "parameters" in cell.metadata.get("tags", [])
+        if cell.id in own or cell.source.startswith("# @title") or "parameters" in _tags(cell)
     ]
     part = copy.copy(notebook)
     part.cells = cells

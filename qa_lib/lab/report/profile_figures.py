@@ -1,6 +1,7 @@
 """The figures of profiles: a step by phase and part of the model, and memory by what fills it.
 
-`fig_step` and `fig_phases` take the runs of one group, and choose among the profiles beside them.
+`fig_step`, `fig_phases` and `fig_allocations` take the runs of one group, and choose among the
+profiles beside them.
 `step`, `phases` and `allocations` draw profiles that are given, {name: profile}, as profiling.ipynb
 makes them. `fig_launches` and `fig_kernels` draw the kernels of one step and of one layer.
 """
@@ -102,8 +103,16 @@ def profile_figure(title: str, shown: dict[str, dict], height: float) -> Figure:
 def fig_step(runs: pd.DataFrame) -> Figure:
     """Draw a step of the baseline and one of the recommended variant (see `step`).
 
-    Where that was not profiled, the quickest profiled variant takes its place. Both steps are at
-    the largest micro-batch at which the baseline and another variant were profiled.
+    Raises NotMeasured where `_baseline_and_best` finds none.
+    """
+    return step(_baseline_and_best(runs))
+
+
+def _baseline_and_best(runs: pd.DataFrame) -> dict[str, dict]:
+    """Return the profiles {variant: profile} of the baseline and of the recommended variant.
+
+    Where that was not profiled, the quickest profiled variant takes its place. Both are at the
+    largest micro-batch at which the baseline and another variant were profiled.
 
     Raises NotMeasured where there is none.
     """
@@ -119,7 +128,7 @@ def fig_step(runs: pd.DataFrame) -> Figure:
     best = RECOMMENDED
     if RECOMMENDED not in by_variant:
         best = min(by_variant, key=lambda name: by_variant[name]["time"]["step_ms"])
-    return step({base: of_base, best: by_variant[best]})
+    return {base: of_base, best: by_variant[best]}
 
 
 def step(shown: dict[str, dict]) -> Figure:
@@ -275,6 +284,14 @@ def _gib_held(memory: pd.DataFrame) -> pd.DataFrame:
     return gib
 
 
+def fig_allocations(runs: pd.DataFrame) -> Figure:
+    """Draw the memory of a step of the baseline and of the recommended variant as it goes on.
+
+    See `allocations`. Raises NotMeasured where `_baseline_and_best` finds none, or none has memory.
+    """
+    return allocations(_baseline_and_best(runs))
+
+
 def allocations(shown: dict[str, dict]) -> Figure:
     """Draw the memory that is allocated as one step goes on, a line for each {variant: profile}.
 
@@ -288,7 +305,7 @@ def allocations(shown: dict[str, dict]) -> Figure:
         f"{number(max(mib for _, mib in profiled['memory']['timeline']))} MiB in {name}"
         for name, profiled in shown.items()
     ]
-    title = f"Within a step, the memory allocated reaches {' and '.join(peaks)}"
+    title = f"A step's allocated memory reaches {' and '.join(peaks)}"
     figure = profile_figure(title, shown, 3.2)
     axis = figure.subplots()
     looks = style.strokes(shown, BASELINES[VARIANTS[next(iter(shown))].task])

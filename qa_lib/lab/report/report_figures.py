@@ -15,22 +15,31 @@ from qa_lib.lab.report.stats import LEVEL, MARGIN, equivalence
 from qa_lib.lab.report.tables import column_text
 from qa_lib.spec.variants import tagged
 
-MOST = 8  # variants whose F1 is drawn
+# The reference project's variants, which its documents speak of.
+REFERENCES = ("A1", "A2", "A3", "A4", "B1", "B2", "B3", "C1", "C2", "D1")
+MOST = 8  # variants whose F1 is drawn, but where those of the headline and of REFERENCES are more
+FARTHEST = 5  # F1 from the baseline's within which a variant has its place on the axis
+
+LOSES_LESS = {"within": "shown", "no worse": "shown", "open": "not shown", "beyond": "refuted"}
 
 
 # F1.
 
 
 def fig_equivalence(judged: pd.DataFrame) -> Figure:
-    """Draw F1 of at most MOST variants less the baseline's at both thresholds, with intervals.
+    """Draw F1 less the baseline's at both thresholds, with intervals, of a group's variants.
+
+    They are those of the headline and of REFERENCES. Up to MOST, those of the ladder follow, and
+    then others.
 
     Raises NotMeasured where no variant has an interval.
     """
     runs = evidence.usual_conditions(judged)
     base = evidence.baseline(judged)
     tested = equivalence(runs).dropna(subset="best_delta±")
-    in_order = dict.fromkeys([*tagged("headline"), *tagged("ladder"), *tested.index])
-    first = [name for name in in_order if name in tested.index][:MOST]
+    told = [name for name in tested.index if name in {*tagged("headline"), *REFERENCES}]
+    in_order = dict.fromkeys([*told, *tagged("ladder"), *tested.index])
+    first = [name for name in in_order if name in tested.index][: max(MOST, len(told))]
     rows = tested[tested.index.isin(first)]
     is_kept = rows["verdict"].isin(["within", "no worse"])
     title = (
@@ -38,6 +47,8 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
         f"{MARGIN:g} F1 against {base}, at both thresholds"
     )
     note = f"{LEVEL} % intervals over equal seeds. {style.code(evidence.commits(runs))}"
+    if _is_far(rows).any():
+        note = f"Triangles: beyond the axis, with their F1 at the best threshold and at 0. {note}"
     figure = style.group_figure(judged, title, note, 1.7 + 0.3 * len(rows))
     axis = figure.subplots()
     _draw_differences(axis, rows, base)
@@ -45,7 +56,7 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
         "at best": column_text(rows, "best_delta", gain),
         "at 0": column_text(rows, "delta", gain),
         "seeds": rows["n"].map(str),
-        f"loses < {MARGIN:g}": is_kept.map({True: "shown", False: "not shown"}),
+        f"loses < {MARGIN:g}": rows["verdict"].map(LOSES_LESS),
     }
     style.columns(axis, texts)
     style.name_bars(axis, rows.index)
@@ -63,14 +74,20 @@ def _trained_on(runs: pd.DataFrame) -> str:
     return f"{spoken.model(runs['model.name'].iloc[0])}, {questions}"
 
 
+def _is_far(rows: pd.DataFrame) -> pd.Series:
+    """Return which lines of `equivalence` lie farther than FARTHEST, at either threshold."""
+    return rows[["best_delta", "delta"]].abs().max(axis="columns") > FARTHEST
+
+
 def _draw_differences(axis: Axes, rows: pd.DataFrame, base: str) -> None:
     """Draw two points with intervals for each line of `equivalence`, filled at the best threshold.
 
-    The axis is as wide on both sides of 0.
+    The axis is as wide on both sides of 0. Lines that are far have triangles at its edge.
     """
     axis.axvspan(-MARGIN, MARGIN, color="0.92", zorder=0, label=f"± {MARGIN:g} F1")
     axis.axvline(0, color="0.4", linewidth=1)
     colors = style.kinds(rows.index.to_series(), base).map(style.KINDS)
+    is_far = _is_far(rows)
     for column, shift, fill, label in (
         ("best_delta", -0.12, "full", "best threshold"),
         ("delta", 0.12, "none", "threshold 0"),
@@ -78,18 +95,37 @@ def _draw_differences(axis: Axes, rows: pd.DataFrame, base: str) -> None:
         # For the legend alone.
         axis.plot([], [], "o", color="black", fillstyle=fill, markersize=4, label=label)
         for height, (name, row) in enumerate(rows.iterrows()):
-            axis.errorbar(
-                row[column],
-                height + shift,
-                xerr=row[f"{column}±"],
-                fmt="o",
-                markersize=4,
-                capsize=2,
-                color=colors[name],
-                markerfacecolor=colors[name] if fill == "full" else "white",
-            )
+            look = {
+                "color": colors[name],
+                "markersize": 4,
+                "markerfacecolor": colors[name] if fill == "full" else "white",
+            }
+            if is_far[name]:
+                edge, marker = (0.01, "<") if row[column] < 0 else (0.99, ">")
+                of_edge = axis.get_yaxis_transform()
+                axis.plot(edge, height + shift, marker=marker, transform=of_edge, **look)
+            else:
+                half = row[f"{column}±"]
+                axis.errorbar(row[column], height + shift, xerr=half, fmt="o", capsize=2, **look)
+    for height, (name, row) in enumerate(rows.iterrows()):
+        if is_far[name]:
+            _number_edge(axis, height, row)
     farthest = 1.05 * max(abs(end) for end in axis.get_xlim())
     axis.set_xlim(-farthest, farthest)
+
+
+def _number_edge(axis: Axes, height: int, row: pd.Series) -> None:
+    """Write both differences of a line of `equivalence` beside its triangles."""
+    edge, side = (0.03, "left") if row["best_delta"] < 0 else (0.97, "right")
+    axis.text(
+        edge,
+        height,
+        f"{gain(row['best_delta'])}, {gain(row['delta'])}",
+        transform=axis.get_yaxis_transform(),
+        ha=side,
+        va="center",
+        fontsize=8,
+    )
 
 
 # Memory.
@@ -117,8 +153,12 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
     code = style.code(evidence.commits(evidence.largest_micro_batch(runs)))
     note = (
         f"Micro-batch {first['micro_batch']}. No variant is both leaner and faster than those on "
-        f"the line. Small: the other variants of the report's last table. {code}"
+        "the line. "
     )
+    unnamed = shown[~_is_named(shown)].sort_values("samples_per_s")["variant"]
+    if len(unnamed):
+        note += f"Small, from slow to fast: {', '.join(unnamed)}. "
+    note += code
     figure = style.group_figure(runs, title, note, 6.4)
     axis = figure.subplots()
     axis.set(
@@ -143,14 +183,25 @@ def _doubling(low: float, high: float) -> list[float]:
     return [1.5 * 2.0**power for power in range(first, last + 1)]
 
 
+def _front(shown: pd.DataFrame) -> pd.DataFrame:
+    """Return the lines than which none is both leaner and faster, the fastest first."""
+    front = shown.sort_values("samples_per_s", ascending=False)
+    return front[front["gib"] < front["gib"].cummin().shift(fill_value=math.inf)]
+
+
+def _is_named(shown: pd.DataFrame) -> pd.Series:
+    """Return which points have names: those of the line, of the headline and of REFERENCES."""
+    named = [*_front(shown)["variant"], *tagged("headline"), *REFERENCES]
+    return shown["variant"].isin(named)
+
+
 def _draw_memory(axis: Axes, shown: pd.DataFrame, base: str) -> None:
     """Draw all points, and a line through those that none is leaner and faster of.
 
-    The points of the line and of the headline are large, and they alone have names.
+    Points with names are large.
     """
-    front = shown.sort_values("samples_per_s", ascending=False)
-    front = front[front["gib"] < front["gib"].cummin().shift(fill_value=math.inf)]
-    told = shown["variant"].isin([*front["variant"], *tagged("headline")])
+    front = _front(shown)
+    told = _is_named(shown)
     colors = style.kinds(shown["variant"], base).map(style.KINDS)
     looks = {"s": np.where(told, 40, 14), "alpha": np.where(told, 1.0, 0.5)}
     axis.scatter(shown["samples_per_s"], shown["gib"], color=colors, zorder=2, **looks)
