@@ -178,17 +178,20 @@ def test_a_page_that_trained_keeps_what_it_showed(trained):
     )
 
 
-def test_a_page_that_trained_shows_nothing_of_a_cell_that_changed_since_and_says_so(trained):
+def test_a_page_that_trained_keeps_a_cell_that_changed_since_as_it_ran_and_says_so(trained):
     notebook, page = trained
     notebook.cells[2].source = "launches()"
     notebook.cells[3].source = "archived()"
+    notebook.cells[1].source = "fit( )  # laid out anew"
     found, shown = kept_page(notebook, page)
     assert found == [
         "page.ipynb is not of today's notebook.ipynb: run python -m qa_lib report --pages"
     ]
     assert shown["fit()"] == ["of fit()"]
-    assert shown["launches()"] == [pages.CHANGED]
+    assert shown["kernels()"] == [pages.OLDER, "of kernels()"]
     assert shown["archived()"] == []
+    notebook.cells[2].source = "kernels()"
+    assert kept_page(notebook, page)[1]["kernels()"] == ["of kernels()"]
 
 
 def test_a_page_that_trained_has_todays_texts_and_new_cells(trained):
@@ -208,7 +211,7 @@ def test_a_page_that_trained_shows_no_picture_whose_title_the_code_makes_no_long
     picture.metadata = {"image/png": {"alt": "Training loss at the end: 1.40 in D1, 1.39 in A3"}}
     found, shown = kept_page(notebook, page)
     assert len(found) == 1
-    assert shown["fit()"] == [pages.CHANGED]
+    assert shown["fit()"] == [pages.LEFT_OUT]
 
 
 def test_each_rendered_page_is_known():

@@ -179,8 +179,7 @@ def execute_pages() -> None:
 def execute_cells_of_records(notebook: str, page: Path) -> None:
     """Execute those cells of a notebook that show committed records, and put them into its page.
 
-    What the other cells of the page trained and show stays, where they are the notebook's still
-    (see `pages.cells_of_today`).
+    The other cells stay as they ran (see `pages.cells_of_today`).
     """
     import nbformat
 

@@ -7,6 +7,7 @@ is old where today's digests are others.
 Links that `make links` writes stand in a page's text alone, so that no digest depends on them.
 """
 
+import ast
 import copy
 import re
 from collections.abc import Sequence
@@ -23,8 +24,10 @@ if TYPE_CHECKING:  # it takes a second
 # the notebook trained.
 OF_RECORDS = "records"
 INJECTED = "injected-parameters"  # the tag and the id of papermill's cell
-# What stands where a cell that trains showed something before it changed.
-CHANGED = "*This cell has changed since it ran, and what it showed is left out.*"
+# What stands above the outputs of a cell that trained and has changed since, or where all of them
+# are left out.
+OLDER = "*This cell stands here as it ran. The notebook's has changed since.*"
+LEFT_OUT = "*What this cell drew is left out: other code draws it by now.*"
 # The titles of pictures that other code draws by now, in cells whose own source is the same.
 FORMER_TITLES = re.compile(r"Training loss at the end: |A step takes .* → ")
 
@@ -68,17 +71,17 @@ def changed_groups(page: "NotebookNode", digests: dict[str, str]) -> list[str]:
     return [name for name in sorted({*kept, *today}) if kept.get(name) != today.get(name)]
 
 
-# Pages whose notebooks train: cells that show committed records are executed by themselves, and of
-# the others a page keeps what they showed, until they change.
+# Pages whose notebooks train: cells that show committed records are executed by themselves, and the
+# others stay as they ran.
 
 
 def cells_of_today(page: "NotebookNode", notebook: "NotebookNode") -> list["NotebookNode"]:
     """Return the cells of a notebook as its page shows them.
 
-    A cell that is the same in the page is the page's, with what it showed there. Another one is the
-    notebook's, and shows CHANGED where the page's showed something, as do cells with a picture of
-    FORMER_TITLES. Those of OF_RECORDS show nothing until they are executed. Parameters that
-    papermill put into the page stay.
+    A cell that has shown something is the page's, as it ran; OLDER says so where the notebook's has
+    changed since. Pictures of FORMER_TITLES are left out. Other cells are the notebook's, and so
+    are those of OF_RECORDS, which show nothing until they are executed. Parameters that papermill
+    put into the page stay.
     """
     kept = {cell.id: cell for cell in page.cells}
     injected = [cell for cell in page.cells if INJECTED in _tags(cell)]
@@ -92,33 +95,63 @@ def cells_of_today(page: "NotebookNode", notebook: "NotebookNode") -> list["Note
 
 def _cell_of_today(kept: "NotebookNode | None", cell: "NotebookNode") -> "NotebookNode":
     """Return a cell of a notebook as its page shows it, whose cell is `kept`, or None if new."""
+    tags = _tags(cell)
+    is_same = kept is not None and _same_code(kept, cell) and _tags(kept) == tags
+    has_shown = kept is not None and kept.get("outputs")
+    if OF_RECORDS in tags or not has_shown:
+        if is_same:
+            return kept
+        today = copy.deepcopy(cell)
+        today.metadata = {"tags": tags} if tags else {}
+        return today
+    shown = [output for output in kept.outputs if not _is_note(output)]
+    current = [output for output in shown if not _is_former_picture(output)]
+    if is_same and len(current) == len(kept.outputs):
+        return kept
+    older = copy.deepcopy(kept)
+    older.outputs = [] if is_same else [_note(OLDER)]
+    if len(current) < len(shown) or _has_note(kept, LEFT_OUT):
+        older.outputs.append(_note(LEFT_OUT))
+    older.outputs += current
+    return older
+
+
+def _same_code(kept: "NotebookNode", cell: "NotebookNode") -> bool:
+    """Return whether two cells are the same but for comments and layout."""
+    if kept.source == cell.source or cell.cell_type != "code":
+        return kept.source == cell.source
+    try:
+        return ast.dump(ast.parse(kept.source)) == ast.dump(ast.parse(cell.source))
+    except SyntaxError:  # one of Jupyter's commands
+        return False
+
+
+def _note(text: str) -> "NotebookNode":
+    """Return an output that shows a text."""
     import nbformat
 
-    tags = _tags(cell)
-    if kept is not None:
-        is_same = kept.source == cell.source and _tags(kept) == tags
-        if is_same and not _has_former_picture(kept):
-            return kept
-    today = copy.deepcopy(cell)
-    today.metadata = {"tags": tags} if tags else {}
-    has_shown = kept is not None and kept.get("outputs")
-    if has_shown and OF_RECORDS not in tags:
-        today.outputs = [nbformat.v4.new_output("display_data", {"text/markdown": CHANGED})]
-    return today
+    return nbformat.v4.new_output("display_data", {"text/markdown": text})
+
+
+def _is_note(output: "NotebookNode") -> bool:
+    """Return whether an output is one that `_cell_of_today` adds."""
+    return output.get("data", {}).get("text/markdown") in (OLDER, LEFT_OUT)
+
+
+def _has_note(cell: "NotebookNode", text: str) -> bool:
+    """Return whether a cell of a page shows a note."""
+    return _note(text) in cell.outputs
+
+
+def _is_former_picture(output: "NotebookNode") -> bool:
+    """Return whether an output is a picture of FORMER_TITLES."""
+    title = output.get("metadata", {}).get("image/png", {}).get("alt", "")
+    return FORMER_TITLES.match(title) is not None
 
 
 def _tags(cell: "NotebookNode") -> list[str]:
     """Return the tags of a cell."""
     return cell.metadata.get("tags", [])
-
-
-def _has_former_picture(cell: "NotebookNode") -> bool:
-    """Return whether a cell of a page shows a picture of FORMER_TITLES."""
-    titles = [
-        output.get("metadata", {}).get("image/png", {}).get("alt", "")
-        for output in cell.get("outputs", [])
-    ]
-    return any(map(FORMER_TITLES.match, titles))
 
 
 def cells_of_records(notebook: "NotebookNode") -> list[str]:
