@@ -137,34 +137,44 @@ def scored(seeds, scores, **more):
 F1_OF_THREE = {STACK: 66.0, STACK_16_BITS: 66.5, PLAIN: 65.0}
 
 
+def cells_of(table: str) -> list[list[str]]:
+    """The rows of a table in Markdown, less the line below its head."""
+    lines = table.replace("\N{NO-BREAK SPACE}", " ").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("|")]
+    return [rows[0], *rows[2:]]
+
+
 def test_f1_is_compared_over_equal_seeds():
     rows = scored(3, F1_OF_THREE)
     rows.append(rows[0] | {"spec.seed": 9, "quality.best_f1": 90.0})
-    assert in_turns.f1_sentences(frame(*rows)) == (
-        "F1 of MiniLM: the full stack in 8 bits (E-fp8-gradients) −0.50 ± 0.00 against the full "
-        "stack in 16 bits (E-uncompiled) and +1.00 ± 0.00 against plain PyTorch at its best "
-        "(E-searched); E-uncompiled +1.50 ± 0.00 against E-searched. "
-        "All at the best threshold, over 3 equal seeds (group h200-quality)."
+    text = in_turns.f1_table(frame(*rows))
+    assert cells_of(text) == [
+        [
+            "training",
+            "F1 on SQuAD v2, less the full stack in 16 bits",
+            "F1 on SQuAD v2, less plain PyTorch at its best",
+        ],
+        ["the full stack in 8 bits (E-fp8-gradients)", "−0.50 ± 0.00", "+1.00 ± 0.00"],
+        ["the full stack in 16 bits (E-uncompiled)", "–", "+1.50 ± 0.00"],
+    ]
+    assert text.endswith(
+        "F1 at the best threshold: MiniLM on SQuAD v2, 3 equal seeds (group h200-quality)."
     )
-    assert in_turns.f1_sentences(frame(*BLOCKS)) == ""
+    assert in_turns.f1_table(frame(*BLOCKS)) == ""
 
 
-def test_f1_on_answerable_questions_has_a_sentence_of_its_own():
+def test_f1_on_answerable_questions_stands_beside():
     answerable = {"spec.preset.name": "answerable", "group": "h200-answerable"}
     rows = scored(4, F1_OF_THREE | {WITHOUT_MASTERS: 64.0}, **answerable)
     # Plain PyTorch lacks a seed.
     rows = [row for row in rows if (row["spec.variant"], row["spec.seed"]) != (PLAIN, 3)]
-    sentence = (
-        "F1 of MiniLM on questions that all have an answer: the full stack in 8 bits "
-        "(E-fp8-gradients) −0.50 ± 0.00 against the full stack in 16 bits (E-uncompiled) and "
-        "+1.00 ± 0.00 against plain PyTorch at its best (E-searched); E-fp8-rounded −2.50 ± 0.00 "
-        "against E-uncompiled and −1.00 ± 0.00 against E-searched; E-uncompiled +1.50 ± 0.00 "
-        "against E-searched. All at the best threshold, over 3 to 4 equal seeds "
-        "(group h200-answerable)."
-    )
-    assert in_turns.f1_sentences(frame(*rows)) == sentence
-    both = in_turns.f1_sentences(frame(*scored(3, F1_OF_THREE), *rows))
-    assert both.endswith(f"(group h200-quality). {sentence}")
+    text = in_turns.f1_table(frame(*scored(3, F1_OF_THREE), *rows))
+    assert [row[-2:] for row in cells_of(text)[1:]] == [
+        ["−0.50 ± 0.00", "+1.00 ± 0.00"],
+        ["–", "+1.50 ± 0.00"],
+        ["−2.50 ± 0.00", "−1.00 ± 0.00"],
+    ]
+    assert "MiniLM on answerable questions, 3 to 4 equal seeds (group h200-ans" in text
 
 
 @pytest.mark.parametrize(("seeds", "model"), [(2, "minilm"), (3, "mpnet")])

@@ -32,8 +32,8 @@ SHOWN = (
     STACK,
     WITHOUT_MASTERS,
 )
-# The presets by whose runs F1 is compared -> what a sentence says of their questions.
-QUESTIONS = {"quality": "", "answerable": " on questions that all have an answer"}
+# The presets by whose runs F1 is compared -> their questions.
+QUESTIONS = {"quality": "SQuAD v2", "answerable": "answerable questions"}
 SPEED = "speed.samples_per_s"
 KERNEL_MS = "time.kernel_ms"
 ENOUGH_BLOCKS = 3  # for an interval
@@ -41,7 +41,7 @@ ENOUGH_SEEDS = 3  # for the F1 of a model to go before that of a smaller one
 
 
 def beside_rivals(runs: pd.DataFrame) -> str:
-    """Return as Markdown how far the stack leads each rival: a sentence, a table, and F1.
+    """Return as Markdown how far the stack leads each rival: a sentence, a table, and one of F1.
 
     `runs` are those of all groups. Raises NotMeasured where no block has the stack beside plain
     PyTorch.
@@ -58,11 +58,12 @@ def beside_rivals(runs: pd.DataFrame) -> str:
         "a step's kernels run, without what the GPU waits for the host."
     )
     paragraphs = [
-        f"{finding(at_size)}{_other_sizes(blocks, size)} {f1_sentences(runs)}".rstrip(),
+        f"{finding(at_size)}{_other_sizes(blocks, size)}",
         markdown(_in_words(lead_table(at_size))),
         source,
+        f1_table(runs),
     ]
-    return "\n\n".join(paragraphs)
+    return "\n\n".join(paragraph for paragraph in paragraphs if paragraph)
 
 
 def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
@@ -202,40 +203,38 @@ def _other_sizes(blocks: pd.DataFrame, shown: int) -> str:
     return f" Over {spoken.variant(PLAIN)} it is {' and '.join(said)}."
 
 
-def f1_sentences(runs: pd.DataFrame) -> str:
-    """Return the F1 of the stack less those of 16 bits and of plain PyTorch, "" if never scored.
+def f1_table(runs: pd.DataFrame) -> str:
+    """Return as Markdown the F1 of the stack less those of 16 bits and of plain PyTorch.
 
-    It is a sentence for each of QUESTIONS that were scored.
+    A row has the differences of one variant, with intervals over equal seeds, on all and on
+    answerable questions; a sentence below says of which runs. It is "" if none was scored.
     """
-    return " ".join(filter(None, (_f1_sentence(runs, preset) for preset in QUESTIONS)))
-
-
-def _f1_sentence(runs: pd.DataFrame, preset: str) -> str:
-    """Return what `f1_sentences` does for one preset."""
-    scored = scored_part(runs, preset)
-    if scored.empty:
-        return ""
-    scores = by_seed(scored, BEST_F1)
-    said = []
-    seeds = set()
-    for name in (STACK, WITHOUT_MASTERS, STACK_16_BITS):
-        # The line of the stack says in words what the names below it are.
-        words = spoken.variant if name == STACK else str
-        differences = []
-        for other in (STACK_16_BITS, PLAIN):
-            shared = 0 if other == name else len(scores.reindex(columns=[name, other]).dropna())
-            if shared:
+    rows: dict[str, dict[str, str]] = {}
+    sources = []
+    for preset, questions in QUESTIONS.items():
+        scored = scored_part(runs, preset)
+        if scored.empty:
+            continue
+        scores = by_seed(scored, BEST_F1)
+        seeds = set()
+        for name in (STACK, WITHOUT_MASTERS, STACK_16_BITS):
+            for other in (STACK_16_BITS, PLAIN):
+                shared = len(scores.reindex(columns=[name, other]).dropna())
+                if name == other or not shared:
+                    continue
+                heading = f"F1 on {questions}, less {spoken.VARIANTS[other]}"
                 difference = gain(*compare(scored, name, other, BEST_F1))
-                differences.append(f"{difference} against {words(other)}")
+                rows.setdefault(name, {"training": spoken.variant(name)})[heading] = difference
                 seeds.add(shared)
-        if differences:
-            said.append(f"{words(name)} {' and '.join(differences)}")
-    counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
-    return (
-        f"F1 of {spoken.model(scored['model.name'].iloc[0])}{QUESTIONS[preset]}: "
-        f"{'; '.join(said)}. All at the best threshold, over {counts} equal seeds "
-        f"(group {scored['group'].iloc[0]})."
-    )
+        counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
+        sources.append(
+            f"{spoken.model(scored['model.name'].iloc[0])} on {questions}, {counts} equal seeds "
+            f"(group {scored['group'].iloc[0]})"
+        )
+    if not rows:
+        return ""
+    table = pd.DataFrame(rows.values()).fillna(MISSING)
+    return f"{markdown(table)}\n\nF1 at the best threshold: {'; '.join(sources)}."
 
 
 def scored_part(runs: pd.DataFrame, preset: str = "quality") -> pd.DataFrame:
