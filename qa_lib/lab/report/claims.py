@@ -34,10 +34,12 @@ from qa_lib.lab.report.stats import (
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 
 NEAR = 0.10  # a ratio of speeds within so much of theirs agrees with it
+SPEED = "speed.samples_per_s"
 EXACT = "quality.exact"  # exact match at threshold 0
 BEST_EXACT = "quality.best_exact"
 TIMED_STEPS = 500  # that the reference project's protocol asks for
 NOT_MEASURED = "not measured on this card"
+NOT_TIMED = "not timed in one sitting on this card"
 CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
 HEADINGS = ["their claim", "of it", "theirs", "measured here", "holds"]
 
@@ -69,7 +71,8 @@ class Measured:
         """`every` are the runs of all groups."""
         timed = evidence.runs_at_preset(every, group, "bench")
         chosen = timed if len(timed) else evidence.select(every, group)
-        chosen = evidence.usual_conditions(chosen)
+        # Claims are on variants that newer data need not have.
+        chosen = evidence.most_alike(chosen)
         self.bench = chosen[chosen["status"] == "ok"]
         self.scored = evidence.usual_conditions(evidence.judging_runs(every, group))
         vram = evidence.usual_conditions(evidence.runs_at_preset(every, group, "vram"))
@@ -89,14 +92,19 @@ class Measured:
         return self.scored[~self.scored["spec.seed"].isin(every.loc[is_try, "spec.seed"])]
 
     def ratio(
-        self, variant: str, parent: str, size: int = 32, column: str = "speed.samples_per_s"
+        self, variant: str, parent: str, size: int = 32, column: str = SPEED
     ) -> tuple[float, float]:
         """Return a measure of a variant over another's at a micro-batch, and half its interval.
 
         The ratio is of the means of all seeds, and the interval of ratios of equal seeds, as in
-        `summary`: NaN where the parent has not run with all of the variant's seeds.
+        `summary`: NaN where the parent has not run with all of the variant's seeds. Both are NaN
+        for speeds of two sittings.
         """
         at_size = self.bench[self.bench["micro_batch"] == size]
+        timed_in = evidence.sittings(at_size)
+        own_sittings = timed_in.get(variant, frozenset())
+        if column == SPEED and own_sittings.isdisjoint(timed_in.get(parent, ())):
+            return math.nan, math.nan
         by_variant = by_seed(at_size, column).reindex(columns=[variant, parent])
         own = by_variant[variant].dropna()
         base = by_variant[parent].dropna()
@@ -192,7 +200,7 @@ def faster(
         signs += [judged(*ratio, low, math.inf) for ratio in ratios.values()]
     sign = all_of(signs)
     if sign == CANNOT_TELL:
-        return Found(NOT_MEASURED, sign)
+        return Found(NOT_TIMED, sign)
     return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", sign)
 
 
@@ -449,7 +457,7 @@ def _near(measured: Measured, variant: str, parent: str, theirs: float) -> Found
     """Return whether a variant's speed over another's is within NEAR of theirs, at 32 samples."""
     value, half = measured.ratio(variant, parent)
     if math.isnan(value):
-        return Found(NOT_MEASURED, CANNOT_TELL)
+        return Found(NOT_TIMED, CANNOT_TELL)
     sign = judged(value, half, (1 - NEAR) * theirs, (1 + NEAR) * theirs)
     return Found(factor(value, half), sign)
 
