@@ -39,7 +39,7 @@ EXACT = "quality.exact"  # exact match at threshold 0
 BEST_EXACT = "quality.best_exact"
 TIMED_STEPS = 500  # that the reference project's protocol asks for
 NOT_MEASURED = "not measured on this card"
-NOT_TIMED = "not timed in one sitting on this card"
+NOT_TIMED = "not timed together on this card"
 CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
 HEADINGS = ["their claim", "of it", "theirs", "measured here", "holds"]
 

@@ -344,11 +344,11 @@ def _old_figures(runs: pd.DataFrame, group: str, folder: Path) -> list[str]:
     """
     problems = []
     of_group = digest(evidence.select(runs, group))
-    of_several = digest(evidence.judging_runs(runs, group))
     for path in sorted(folder.glob("*.png")):
         with Image.open(path) as image:
             drawn_from = image.text.get("Records")
-            today = of_several if "Groups" in image.text else of_group
+            is_of_several = "Groups" in image.text
+        today = digest(evidence.judging_runs(runs, group)) if is_of_several else of_group
         if drawn_from != today:
             problems.append(f"{path} is of other records: run python -m qa_lib report --pages")
     return problems

@@ -438,9 +438,7 @@ def most_alike(table: pd.DataFrame) -> pd.DataFrame:
 
     The micro-batch may differ, since it changes speed and memory alone, and readers choose it.
     """
-    axes = [name for name in AXES if name in table and name != "micro_batch"]
-    parts = [part for _, part in table.groupby(axes, dropna=False)]
-    return max(parts, key=len, default=table)
+    return max(_alike(table, [*AXES]), key=len, default=table)
 
 
 def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
@@ -450,12 +448,18 @@ def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
     on which both the baseline and the recommended variant ran, as a report compares these. Of
     several such parts it is the largest.
     """
-    axes = [name for name in AXES if name not in ("data", "micro_batch") and name in table]
-    parts = [part for _, part in table.groupby(axes, dropna=False)]
-    largest = max(parts, key=len, default=table)
-    by_data = [part for _, part in largest.groupby("data", dropna=False)]
-    with_both = [part for part in by_data if {baseline(part), RECOMMENDED} <= _variants(part)]
-    return max(with_both or by_data, key=len, default=table)
+    on_any_data = _alike(table, [name for name in AXES if name != "data"])
+    by_data = _alike(max(on_any_data, key=len, default=table), ["data"])
+    if len(by_data) > 1:
+        with_both = [part for part in by_data if {baseline(part), RECOMMENDED} <= _variants(part)]
+        by_data = with_both or by_data
+    return max(by_data, key=len, default=table)
+
+
+def _alike(table: pd.DataFrame, axes: Sequence[str]) -> list[pd.DataFrame]:
+    """Return the parts of a table that agree in those axes that it has, but the micro-batch."""
+    known = [name for name in axes if name in table and name != "micro_batch"]
+    return [part for _, part in table.groupby(known, dropna=False)] if known else [table]
 
 
 def _variants(table: pd.DataFrame) -> set[str]:

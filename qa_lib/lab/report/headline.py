@@ -379,7 +379,8 @@ def _kept(runs: pd.DataFrame, group: str) -> tuple[str, list[str]]:
     else:
         finding = f"is not shown to stay within {MARGIN:g} point of that of {baseline}"
     both = judging[judging["spec.variant"].isin([BASELINE, RECOMMENDED])]
-    on_which = _on_which(both, shown_model(runs, group))
+    of_recommended = both[both["spec.variant"] == RECOMMENDED]
+    on_which = _on_which(of_recommended, shown_model(runs, group))
     at_best = gain(compared["best_delta"], compared["best_delta±"])
     at_zero = gain(compared["delta"], compared["delta±"])
     source = (
