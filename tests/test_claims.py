@@ -69,7 +69,15 @@ def test_a_speed_at_one_size_refutes_a_claim_about_both(measured):
 
 def test_a_speed_that_was_not_measured_tells_nothing(measured):
     found = claims.faster(measured(("A3", 100.0, 0, 32)), ["D1"], "A3", 0.95)
-    assert found == Found("not measured on this card", CANNOT_TELL)
+    assert found == Found("not timed together on this card", CANNOT_TELL)
+
+
+def test_speeds_of_two_sittings_have_no_ratio_and_their_memory_has_one(measured):
+    both = measured(("A1", 100.0, 0, 32), ("A2", 140.0, 0, 32))
+    assert both.ratio("A2", "A1")[0] == pytest.approx(1.4)
+    both.bench["sitting"] = both.bench["spec.variant"]
+    assert math.isnan(both.ratio("A2", "A1")[0])
+    assert both.ratio("A2", "A1", column="time.wall_s")[0] > 0
 
 
 def test_a_ratio_of_three_equal_seeds_has_an_interval(measured):

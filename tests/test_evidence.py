@@ -14,7 +14,7 @@ from qa_lib.lab.report import curves, evidence, facts, format, own, scaling, sta
 from qa_lib.lab.report.evidence import AXES, NotMeasured, load_runs, select
 from qa_lib.records.archive import Run
 from qa_lib.spec.presets import PRESETS
-from qa_lib.spec.variants import VARIANTS
+from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 from tests.material import change_record, committed, edited, refused
 from tests.report_runs import make
 from tests.tiny import H200
@@ -298,6 +298,42 @@ def test_the_usual_conditions_are_those_of_most_runs_at_any_micro_batch():
     assert evidence.usual_conditions(runs).index.tolist() == [1, 2, 3]
 
 
+def runs_on(data, *variants):
+    """Runs of variants on some data."""
+    return pd.DataFrame({"spec.variant": variants, "data": data, "task.name": "qa", "status": "ok"})
+
+
+def test_a_group_is_told_by_the_data_of_the_baseline_and_the_recommended_variant():
+    old = runs_on("old", "A1", "A2", "A3")
+    new = runs_on("new", "A1", RECOMMENDED)
+    usual = evidence.usual_conditions(pd.concat([old, new], ignore_index=True))
+    assert set(usual["data"]) == {"new"}
+    lines = pd.concat([old, new], ignore_index=True).rename(columns={"spec.variant": "variant"})
+    assert set(evidence.usual_conditions(lines)["data"]) == {"new"}
+
+
+def test_of_several_data_with_both_or_of_those_without_them_the_most_runs_tell_a_group():
+    with_both = [runs_on("old", "A1", RECOMMENDED, "A2"), runs_on("new", "A1", RECOMMENDED)]
+    assert set(evidence.usual_conditions(pd.concat(with_both))["data"]) == {"old"}
+    without = [runs_on("old", "A1", "A3"), runs_on("new", RECOMMENDED, "A2", "A4")]
+    assert set(evidence.usual_conditions(pd.concat(without))["data"]) == {"new"}
+
+
+def test_no_other_axis_than_the_data_is_chosen_by_what_ran():
+    one = runs_on("d", "A1", RECOMMENDED).assign(world=1)
+    two = runs_on("d", "A1", "A2", "A3").assign(world=2)
+    assert set(evidence.usual_conditions(pd.concat([one, two]))["world"]) == {2}
+
+
+def test_what_ran_on_other_data_is_said_with_its_last_day():
+    days = {"time.started": "2026-11-23T10:00:00+00:00"}
+    old = runs_on("squad", "A1", "A2", "A3").assign(**days)
+    new = runs_on("squad-large", "A1", RECOMMENDED).assign(**days)
+    said = "Not counted here: 3 runs on other data (squad), the last of 2026-11-23"
+    assert evidence.on_other_data(pd.concat([old, new], ignore_index=True)) == said
+    assert evidence.on_other_data(new) == ""
+
+
 def test_runs_that_lack_a_value_of_an_axis_are_alike_in_it():
     runs = pd.DataFrame({"length": [64, math.nan, math.nan], "micro_batch": [8, 8, 16]})
     assert evidence.usual_conditions(runs).index.tolist() == [1, 2]
@@ -325,7 +361,7 @@ def test_code_was_found_compiled_by_the_caches_word_or_within_a_second(cached, c
 
 
 def test_a_variant_of_another_day_has_no_timed_run_of_the_baselines_code():
-    columns = ["spec.variant", "code", "speed.samples_per_s"]
+    columns = ["spec.variant", "sitting", "speed.samples_per_s"]
     rows = [
         ("A1", "a", 1.0),
         ("A2", "a", 1.0),
@@ -493,6 +529,29 @@ def test_a_compilation_whose_price_is_not_known_is_not_said_to_be_made_up_for_ne
     make(tmp_path, "A1", speed=100.0)
     change_record(make(tmp_path, "C2", speed=80.0), time={"compile_s": 0.3})  # it found some code
     assert math.isnan(lines_of(tmp_path)["break_even"]["C2"])
+
+
+def test_speeds_of_two_sittings_have_no_ratio(tmp_path):
+    for seed in range(3):
+        make(tmp_path, "A1", seed)
+        make(tmp_path, "A3", seed)
+    runs = select(load_runs(tmp_path), GROUP)
+    sitting = runs["spec.variant"].map({"A1": "a", "A3": "b"})
+    line = summary.summary(runs.assign(sitting=sitting)).set_index("variant").loc["A3"]
+    compared = ["ratio", "ratio±", "kernel_ratio", "break_even"]
+    assert line[compared].isna().all()
+    assert line["samples_per_s"] > 0
+    assert line["delta"] == 0.0, "a score is compared by its seed"
+
+
+def test_ones_own_runs_are_one_sitting_and_archived_ones_that_of_their_code(tmp_path):
+    for variant, commit in (("A1", "a" * 40), ("A3", "b" * 40)):
+        change_record(make(tmp_path, variant), code={"commit": commit, "digest": None})
+    own_runs = load_runs(tmp_path)
+    assert own_runs["code"].nunique() == 2
+    assert own_runs["sitting"].nunique() == 1
+    archived = [Run(run.record, archive="a.jsonl") for run in own_runs["run"]]
+    assert evidence.as_frame(archived)["sitting"].tolist() == own_runs["code"].tolist()
 
 
 def test_mfu_is_of_the_cards_data_sheet(tmp_path):

@@ -96,14 +96,34 @@ def test_a_rung_is_compared_with_the_nearest_ancestor_that_is_shown_with_a_speed
     lines = pd.DataFrame({
         "variant": ["A1", "A2", "A3", "A4"],
         "samples_per_s": [100.0, math.nan, 150.0, 180.0],
+        "sittings": [frozenset("a")] * 4,
     })  # fmt: skip
     assert figures._gains(lines) == ["–", "–", "1.50 (A1)", "1.20"]
+
+
+def test_a_rung_is_not_compared_with_a_variant_of_another_sitting():
+    lines = pd.DataFrame({
+        "variant": ["A1", "A2", "A3"],
+        "samples_per_s": [100.0, 120.0, 180.0],
+        "sittings": [frozenset("a"), frozenset("ab"), frozenset("b")],
+    })  # fmt: skip
+    assert figures._gains(lines) == ["–", "1.20", "1.50"]
+    assert figures._gains(lines[lines["variant"] != "A2"]) == ["–", "–"]
+
+
+def test_a_ladder_says_nothing_of_two_sittings(own):
+    is_a4 = own["spec.variant"] == "A4"
+    figure = figures.fig_ladder(own.assign(sitting=is_a4.map({True: "b", False: "a"})))
+    assert style.title_of(figure).startswith("On a CPU: A4 trains ")
+    assert "as fast as" not in style.title_of(figure)
+    assert "No ratios between sittings" in figure.get_supxlabel()
 
 
 def ladder_of(**speeds):
     """Lines of the ladder with these samples/s."""
     names = [name.replace("_", "-") for name in speeds]
     columns = {"variant": names, "samples_per_s": [*speeds.values()], "task.name": "qa"}
+    columns["sittings"] = [frozenset("a")] * len(names)
     return pd.DataFrame(columns).assign(ratio=lambda lines: lines["samples_per_s"] / 100)
 
 
@@ -266,6 +286,18 @@ def test_equal_figures_are_equal_bytes(kept):
     first = Path("figures/cpu-smoke/ladder.png").read_bytes()
     style.show(figures.fig_ladder, runs, save="figures")
     assert Path("figures/cpu-smoke/ladder.png").read_bytes() == first
+
+
+def test_a_figure_of_several_groups_names_them_and_is_of_the_records_of_all(own):
+    other = own.assign(group="h200-smoke", **{"spec.seed": 1})
+    runs = pd.concat([own, other], ignore_index=True)
+    shown = style.show(figures.fig_ladder, runs, save="figures")
+    with Image.open("figures/cpu-smoke/ladder.png") as image:
+        assert image.text["Groups"] == "cpu-smoke, h200-smoke"
+        assert image.text["Records"] == style.digest(runs) != style.digest(own)
+    assert shown.metadata["group"] == "cpu-smoke, h200-smoke"
+    caption = style.group_figure(runs, "", "", 1.0).get_supxlabel()
+    assert caption.startswith("Groups cpu-smoke and h200-smoke. ")
 
 
 def test_figures_of_other_records_have_another_digest(own):
@@ -493,8 +525,31 @@ def test_a_spoilt_record_is_a_sentence_that_names_the_error():
     ],
 )
 def test_the_finding_of_speeds_names_the_top_and_its_best_rival(ratios, title):
-    lines = pd.DataFrame({"variant": [*ratios], "ratio": [*ratios.values()], "task.name": "qa"})
-    assert figures.speed_finding(lines).startswith(title)
+    assert figures.speed_finding(lines_of(ratios)).startswith(title)
+
+
+def lines_of(ratios):
+    """Lines of one sitting with these ratios to a baseline of 100 samples/s."""
+    columns = {"variant": [*ratios], "ratio": [*ratios.values()], "task.name": "qa"}
+    lines = pd.DataFrame(columns).assign(sittings=[frozenset("a")] * len(ratios))
+    return lines.assign(samples_per_s=100 * lines["ratio"])
+
+
+@pytest.mark.parametrize(
+    ("apart", "title"),
+    [
+        ({"A1"}, "A2 trains 2.00× as fast as plain PyTorch (E-searched)"),
+        ({"E-searched"}, "A2 trains 6.00× as fast as A1, 12.0× as fast as the plain Trainer (A0)"),
+        ({"A1", "A0", "E-searched"}, "A2 trains 600 samples/s"),
+    ],
+)
+def test_the_finding_of_speeds_compares_within_a_sitting(apart, title):
+    lines = lines_of({"A1": 1.0, "A2": 6.0, "A0": 0.5, "E-searched": 3.0})
+    is_apart = lines["variant"].isin(apart)
+    lines["sittings"] = is_apart.map({True: frozenset("b"), False: frozenset("a")})
+    if "A1" in apart:
+        lines["ratio"] = math.nan
+    assert figures.speed_finding(lines) == title
 
 
 def test_the_lines_of_speeds_are_at_the_largest_micro_batch_of_the_baseline(monkeypatch):

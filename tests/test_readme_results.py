@@ -279,6 +279,7 @@ SPEEDS = pd.DataFrame({
     "samples_per_s": [65.877, 131.754, 395.262, 790.524, 1.0],
     "compile_s": [9.0, 9.0, None, 9.0, None],
     "warm_compile_s": [None, None, 60.0, None, None],
+    "ratio": [1.0, None, 6.0, 12.0, 0.1],
 })  # fmt: skip
 
 
@@ -292,6 +293,9 @@ def test_a_training_is_projected_from_its_speed_and_its_compilation():
     })  # fmt: skip
     assert table["compile_s"].tolist() == [0.0, 0.0, 60.0, 0.0]
     assert table["cold"].tolist() == [True, True, False, True]
+    # A0-longest was timed in another sitting.
+    assert table["share"].isna().tolist() == [False, True, False, False]
+    assert table["share"][RECOMMENDED] == pytest.approx(1 / 12)
 
 
 def test_a_projection_says_where_the_quickest_trainer_found_code_compiled():

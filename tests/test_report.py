@@ -105,9 +105,24 @@ def test_the_caption_of_a_table_names_variants_in_it_that_ran_in_another_sitting
     three_seeds, monkeypatch
 ):
     monkeypatch.setattr(variants_table, "tagged", lambda _: ["A1", "A2"])
-    code = three_seeds["spec.variant"].map({"A1": "a", "A2": "b", "A3": "b"})
-    sentence = variants_table.source(three_seeds.assign(code=code))
-    assert sentence.endswith(" interval. A2 ran in another sitting than A1.")
+    sitting = three_seeds["spec.variant"].map({"A1": "a", "A2": "b", "A3": "b"})
+    sentence = variants_table.source(three_seeds.assign(sitting=sitting))
+    said = " interval. A2 ran in another sitting than A1, so that no ratio is shown."
+    assert sentence.endswith(said)
+
+
+def test_the_caption_of_a_table_says_which_scores_are_of_another_card_and_group(three_seeds):
+    scores = {"quality.best_f1": 80.0, "quality.always_null_f1": 50.0, "quality.n": 400}
+    judged = three_seeds.assign(**scores, group="cpu-quality", code="a")
+    is_a2 = judged["spec.variant"] == "A2"
+    judged.loc[is_a2, ["group", "spec.hardware", "code"]] = ["h200-quality", "h200", "b"]
+    text = variants_table.caption(three_seeds, judged)
+    assert "scored on 400 questions (groups cpu-quality and h200-quality). " in text
+    said = "Scored on another card and with other code than A1: A2 (group h200-quality)."
+    assert text.endswith(said)
+    judged["code"] = "a"
+    assert "another card than A1: A2" in variants_table.across_cards(judged)
+    assert variants_table.across_cards(judged[~is_a2]) == ""
 
 
 def test_the_caption_of_a_table_says_where_its_scores_are_from(three_seeds):
@@ -359,11 +374,26 @@ def test_a_figure_is_old_where_it_was_drawn_from_other_records(tmp_path, monkeyp
         info.add_text("Records", drawn_from)
         Image.new("RGB", (1, 1)).save(tmp_path / f"{name}.png", pnginfo=info)
     Image.new("RGB", (1, 1)).save(tmp_path / "unknown.png")
-    problems = cli._old_figures(None, tmp_path)
+    monkeypatch.setattr(evidence, "select", lambda runs, group: None)
+    problems = cli._old_figures(None, "g", tmp_path)
     assert [problem.partition(".png")[0] for problem in problems] == [
         f"{tmp_path}/old",
         f"{tmp_path}/unknown",
     ]
+
+
+def test_a_figure_of_several_groups_is_old_where_the_scores_of_another_changed(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(cli, "digest", lambda chosen: chosen)
+    monkeypatch.setattr(evidence, "select", lambda runs, group: f"own of {group}")
+    monkeypatch.setattr(evidence, "judging_runs", lambda runs, group: runs)
+    info = PngInfo()
+    info.add_text("Records", "scores of today")
+    info.add_text("Groups", "g, other")
+    Image.new("RGB", (1, 1)).save(tmp_path / "equivalence.png", pnginfo=info)
+    assert cli._old_figures("scores of today", "g", tmp_path) == []
+    assert len(cli._old_figures("scores of tomorrow", "g", tmp_path)) == 1
 
 
 def test_pages_are_made_in_the_root_of_a_checkout_alone(tmp_path, monkeypatch):

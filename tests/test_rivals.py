@@ -41,6 +41,13 @@ def test_rivals_are_compared_at_the_largest_micro_batch_that_has_all_of_them(tim
     assert set(lines["micro_batch"]) == {32}
 
 
+def test_a_rival_of_another_sitting_is_not_compared(timed):
+    is_searched = timed["spec.variant"] == "E-searched"
+    apart = timed.assign(sitting=timed["sitting"].mask(is_searched, "another"))
+    lines = rivals.compared(apart, "bert-base")
+    assert list(lines.index) == ["A0-longest", "A0-compile", RECOMMENDED]
+
+
 def test_without_a_rival_nothing_is_compared(timed):
     alone = timed[timed["spec.variant"] == RECOMMENDED]
     said = f"{RECOMMENDED} and a rival have not both been timed on bert-base"

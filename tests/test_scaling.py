@@ -287,7 +287,14 @@ def speeds():
         ("E-uncompiled", 32, 60),
         ("A0", 8, 1),
     ]
-    return pd.DataFrame(lines, columns=["variant", "micro_batch", "speed"])
+    table = pd.DataFrame(lines, columns=["variant", "micro_batch", "speed"])
+    return table.assign(sittings=[frozenset("a")] * len(table))
+
+
+def test_a_lead_is_within_a_sitting(speeds):
+    speeds.at[0, "sittings"] = frozenset("b")
+    _, _, factors = curves.lead(speeds)
+    assert factors.to_dict() == {32: 3.0}
 
 
 def test_the_lead_is_over_the_compiled_trainer_at_equal_batches(speeds):
@@ -508,6 +515,7 @@ def sized_runs(*rows):
         "speed.tokens_per_s_padded": 500.0,
         "code.commit": "a",
         "code.dirty": False,
+        "sitting": "a",
     }
     return pd.DataFrame([usual | row for row in rows])
 
@@ -533,6 +541,14 @@ def test_a_point_is_out_of_memory_where_every_seed_was():
     runs = sized_runs({}, oom, {"length": 128} | oom, {"length": 256, "status": "error"})
     points = curves.points(runs).set_index("length")["oom"]
     assert points.to_dict() == {64: False, 128: True}
+
+
+def test_a_point_has_the_sittings_in_which_it_was_timed():
+    untimed = {"length": 128, "speed.samples_per_s": None}
+    points = curves.points(sized_runs({}, {"sitting": "b"}, untimed)).set_index("length")
+    assert points["sittings"][64] == {"a", "b"}
+    assert math.isnan(points["sittings"][128])
+    assert curves.points(sized_runs(untimed))["sittings"].isna().all()
 
 
 def test_points_of_runs_that_failed_otherwise_are_not_measured():

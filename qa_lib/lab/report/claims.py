@@ -36,8 +36,10 @@ from qa_lib.lab.report.stats import (
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS
 
 NEAR = 0.10  # a ratio of speeds within so much of theirs agrees with it
+SPEED = "speed.samples_per_s"
 TIMED_STEPS = 500  # that the reference project's protocol asks for
 NOT_MEASURED = "not measured on this card"
+NOT_TIMED = "not timed together on this card"
 CANNOT_TELL = MISSING  # the sign of a claim that these records cannot judge
 HEADINGS = ["their claim", "of it", "theirs", "measured here", "holds"]
 
@@ -69,7 +71,8 @@ class Measured:
         """`every` are the runs of all groups."""
         timed = evidence.runs_at_preset(every, group, "bench")
         chosen = timed if len(timed) else evidence.select(every, group)
-        chosen = evidence.usual_conditions(chosen)
+        # Claims are on variants that newer data need not have.
+        chosen = evidence.most_alike(chosen)
         self.bench = chosen[chosen["status"] == "ok"]
         self.scored = evidence.usual_conditions(evidence.judging_runs(every, group))
         vram = evidence.usual_conditions(evidence.runs_at_preset(every, group, "vram"))
@@ -90,14 +93,19 @@ class Measured:
         return self.scored[~self.scored["spec.seed"].isin(every.loc[is_try, "spec.seed"])]
 
     def ratio(
-        self, variant: str, parent: str, size: int = 32, column: str = "speed.samples_per_s"
+        self, variant: str, parent: str, size: int = 32, column: str = SPEED
     ) -> tuple[float, float]:
         """Return a measure of a variant over another's at a micro-batch, and half its interval.
 
         The ratio is of the means of all seeds, and the interval of ratios of equal seeds, as in
-        `summary`: NaN where the parent has not run with all of the variant's seeds.
+        `summary`: NaN where the parent has not run with all of the variant's seeds. Both are NaN
+        for speeds of two sittings.
         """
         at_size = self.bench[self.bench["micro_batch"] == size]
+        timed_in = evidence.sittings(at_size)
+        own_sittings = timed_in.get(variant, frozenset())
+        if column == SPEED and own_sittings.isdisjoint(timed_in.get(parent, ())):
+            return math.nan, math.nan
         return _ratio_of(by_seed(at_size, column), variant, parent)
 
     def profile(self, variant: str, size: int = 32) -> dict | None:
@@ -208,7 +216,7 @@ def faster(
         signs += [judged(*ratio, low, math.inf) for ratio in ratios.values()]
     sign = all_of(signs)
     if sign == CANNOT_TELL:
-        return Found(NOT_MEASURED, sign)
+        return Found(NOT_TIMED, sign)
     return Found(f"{', '.join(words)} of {parent or VARIANTS[variants[0]].parent}", sign)
 
 
@@ -573,17 +581,20 @@ def _scoring_speeds(measured: Measured, theirs: pd.Series) -> list[tuple[str, st
         said = ", ".join(f"{name} {factor(ratio)}" for name, ratio in ratios.items())
         reason = Found(f"no {BASELINE} was scored on a GPU of its own", CANNOT_TELL)
         return [(claim, "all", said, reason)]
-    return [
-        (claim, name, factor(ratio), _near(_ratio_of(1 / seconds, name, BASELINE), ratio))
-        for name, ratio in ratios.items()
-    ]
+    lines = []
+    for name, ratio in ratios.items():
+        found = Found(NOT_MEASURED, CANNOT_TELL)
+        if name in seconds:
+            found = _near(_ratio_of(1 / seconds, name, BASELINE), ratio)
+        lines.append((claim, name, factor(ratio), found))
+    return lines
 
 
 def _near(ratio: tuple[float, float], theirs: float) -> Found:
     """Return whether a ratio of speeds, with half its interval, is within NEAR of theirs."""
     value, half = ratio
     if math.isnan(value):
-        return Found(NOT_MEASURED, CANNOT_TELL)
+        return Found(NOT_TIMED, CANNOT_TELL)
     sign = judged(value, half, (1 - NEAR) * theirs, (1 + NEAR) * theirs)
     return Found(factor(value, half), sign)
 

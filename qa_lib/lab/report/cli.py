@@ -330,7 +330,7 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     """Return a sentence for each figure, page and README.md that is not of today's records."""
     problems = []
     for group in evidence.committed_groups(runs_dir):
-        problems += _old_figures(evidence.select(runs, group), figures / group)
+        problems += _old_figures(runs, group, figures / group)
     problems += _old_pages()
     problems += _pages_of_other_records(_committed_digests(runs, runs_dir))
     for page, (before, after) in with_results(runs, runs_dir, figures).items():
@@ -339,13 +339,18 @@ def check(runs: pd.DataFrame, runs_dir: Path, figures: Path) -> list[str]:
     return problems
 
 
-def _old_figures(chosen: pd.DataFrame, folder: Path) -> list[str]:
-    """Return a sentence for each figure in a group's folder that is of other runs than `chosen`."""
+def _old_figures(runs: pd.DataFrame, group: str, folder: Path) -> list[str]:
+    """Return a sentence for each figure in a group's folder that is not of today's records.
+
+    A figure of several groups is of the runs whose scores speak for the group.
+    """
     problems = []
-    today = digest(chosen)
+    of_group = digest(evidence.select(runs, group))
     for path in sorted(folder.glob("*.png")):
         with Image.open(path) as image:
             drawn_from = image.text.get("Records")
+            is_of_several = "Groups" in image.text
+        today = digest(evidence.judging_runs(runs, group)) if is_of_several else of_group
         if drawn_from != today:
             problems.append(f"{path} is of other records: run python -m qa_lib report --pages")
     return problems

@@ -125,7 +125,7 @@ def _speed_finding(part: pd.DataFrame, size: Size, base: str) -> Finding:
     """Return by how much the quickest variant leads, or its speeds where that is not known.
 
     Over micro-batches the lead is over the Trainer or plain PyTorch (`curves.lead`), where these
-    were measured, and over the baseline elsewhere.
+    were measured, and over the baseline elsewhere, in both cases within a sitting.
     """
     # At few tokens the variants wait for the host, so that a lead over lengths is none.
     if size == "micro_batch":
@@ -139,9 +139,9 @@ def _speed_finding(part: pd.DataFrame, size: Size, base: str) -> Finding:
         of_size = size.replace("_", "-")
         note = f"{best} is the fastest of {speeds.shape[1]} variants at every {of_size}"
     own = speeds[best].dropna()
+    ratios = curves.ratios(part, size, best, base)
     # A pass of one sample waits for the host.
-    if base in speeds and base != best and part["micro_batch"].min() > 1:
-        ratios = (own / speeds[base]).dropna()
+    if len(ratios) > 1 and base != best and part["micro_batch"].min() > 1:
         low, high = ratios.index[[0, -1]]
         title = (
             f"{best} trains {factor(ratios[low])} as fast as {base} at {low:,} {UNITS[size]}, "

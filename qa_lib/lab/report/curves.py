@@ -42,6 +42,7 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
     - params, grads, optimizer: MiB
     - oom: whether every seed ran out of memory
     - code: versions of the code
+    - sittings: the set of those in which it was timed, NaN without a speed
 
     Raises NotMeasured where there is no such run.
     """
@@ -69,7 +70,9 @@ def points(runs: pd.DataFrame, predicted: pd.Series | float = math.nan) -> pd.Da
         runs["micro_batch"],
     ]
     code = runs.groupby(keys).apply(evidence.commits)
-    lines = average(values, keys).assign(code=code).sort_index().reset_index()
+    is_timed = values["speed"].notna()
+    sittings = runs["sitting"][is_timed].groupby([key[is_timed] for key in keys]).agg(frozenset)
+    lines = average(values, keys).assign(code=code, sittings=sittings).sort_index().reset_index()
     lines = evidence.in_table_order(lines.set_index("variant")).reset_index()
     return lines.assign(oom=lines["oom"] == 1)
 
@@ -125,7 +128,7 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
 
     Rivals are transformers.Trainer with the compiler and plain PyTorch: a lead over the Trainer as
     it comes would be the larger one. The quickest of either kind is so at any micro-batch. The
-    factors are by micro-batch, those that both have.
+    factors are by micro-batch, those at which both were timed in one sitting.
 
     Raises NotMeasured where no micro-batch has both.
     """
@@ -147,7 +150,24 @@ def lead(part: pd.DataFrame) -> tuple[str, str, pd.Series]:
         )
     loop = speeds[loops].max().idxmax()
     rival = speeds[rivals].max().idxmax()
-    factors = (speeds[loop] / speeds[rival]).dropna()
+    factors = ratios(part, "micro_batch", loop, rival)
+    factors = factors[factors.index.isin(speeds.index)]
     if factors.empty:
         raise evidence.NotMeasured(f"{loop} and {rival} have no micro-batch in common")
     return loop, rival, factors
+
+
+def ratios(part: pd.DataFrame, size: str, variant: str, other: str) -> pd.Series:
+    """Return the speed of a variant over another's by one of SIZES, where they share a sitting.
+
+    `part` has the columns variant, speed, sittings and that size.
+    """
+    timed = part.dropna(subset="speed").set_index(size)
+    own = timed[timed["variant"] == variant]
+    base = timed[timed["variant"] == other]
+    sizes = own.index.intersection(base.index).sort_values()
+    own = own.loc[sizes]
+    base = base.loc[sizes]
+    pairs = zip(own["sittings"], base["sittings"], strict=True)
+    together = [not of_own.isdisjoint(of_base) for of_own, of_base in pairs]
+    return (own["speed"] / base["speed"])[together]

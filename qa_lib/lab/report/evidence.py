@@ -10,7 +10,7 @@ variant and the seed, is an axis (AXES). Ratios hold only between runs that agre
 """
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -18,7 +18,7 @@ import pandas as pd
 from qa_lib.errors import UserError
 from qa_lib.records.archive import Run, read_runs, say_left_out
 from qa_lib.spec.tasks import TASKS
-from qa_lib.spec.variants import BASELINES, VARIANTS
+from qa_lib.spec.variants import BASELINES, RECOMMENDED, VARIANTS
 
 # The group that README.md and the advice for a card speak of, where it has records.
 REFERENCE = TASKS["qa"].reference
@@ -127,13 +127,19 @@ def load_runs(
 def as_frame(runs: list[Run]) -> pd.DataFrame:
     """Return a DataFrame with a row for each run.
 
-    Columns: each value of the record by its path, `run` (the archive.Run itself), AXES, and `code`,
-    which is equal where the code was: its digest, or the commit in records without one.
+    Columns: each value of the record by its path, `run` (the archive.Run itself), AXES, and
+
+    - code: equal where the code was: its digest, or the commit in records without one
+    - sitting: equal where speeds may be compared, which is where the code was equal. Runs in
+      folders count as one sitting: they are of the user's own machine, and code changes there all
+      the time.
     """
     if not runs:
         return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
     frame = with_axes(pd.json_normalize([run.record for run in runs]).assign(run=runs))
-    return frame.assign(code=_digests(frame).fillna(frame["code.commit"]))
+    code = _digests(frame).fillna(frame["code.commit"])
+    is_own = [run.folder is not None for run in runs]
+    return frame.assign(code=code, sitting=code.mask(is_own, "own"))
 
 
 def _digests(runs: pd.DataFrame) -> pd.Series:
@@ -328,6 +334,12 @@ def committed_groups(runs_dir: Path) -> list[str]:
     return sorted(Path(name).stem for name in listed.stdout.split("\0") if name)
 
 
+def groups_of(runs: pd.DataFrame) -> str:
+    """Return the groups of runs in words: 'group a', 'groups a and b'."""
+    names = list(dict.fromkeys(runs["group"]))
+    return f"group{'s' if len(names) > 1 else ''} {' and '.join(names)}"
+
+
 def purpose(runs: pd.DataFrame) -> str:
     """Return what the runs of one group are evidence for, by their preset or search.
 
@@ -421,14 +433,52 @@ def _scored_elsewhere(runs: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
 # Which runs may be compared.
 
 
-def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
+def most_alike(table: pd.DataFrame) -> pd.DataFrame:
     """Return the most runs, or lines of `summary`, that agree in all axes but the micro-batch.
 
     The micro-batch may differ, since it changes speed and memory alone, and readers choose it.
     """
-    axes = [name for name in AXES if name in table and name != "micro_batch"]
-    parts = [part for _, part in table.groupby(axes, dropna=False)]
-    return max(parts, key=len, default=table)
+    return max(_alike(table, [*AXES]), key=len, default=table)
+
+
+def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs, or lines of `summary`, that a group is told by.
+
+    They agree in all axes but the micro-batch. Where a group has changed its data, they are on data
+    on which both the baseline and the recommended variant ran, as a report compares these. Of
+    several such parts it is the largest.
+    """
+    on_any_data = _alike(table, [name for name in AXES if name != "data"])
+    by_data = _alike(max(on_any_data, key=len, default=table), ["data"])
+    if len(by_data) > 1:
+        with_both = [part for part in by_data if {baseline(part), RECOMMENDED} <= _variants(part)]
+        by_data = with_both or by_data
+    return max(by_data, key=len, default=table)
+
+
+def _alike(table: pd.DataFrame, axes: Sequence[str]) -> list[pd.DataFrame]:
+    """Return the parts of a table that agree in those axes that it has, but the micro-batch."""
+    known = [name for name in axes if name in table and name != "micro_batch"]
+    return [part for _, part in table.groupby(known, dropna=False)] if known else [table]
+
+
+def _variants(table: pd.DataFrame) -> set[str]:
+    """Return the variants of runs, or of lines of `summary`."""
+    return set(table["variant" if "variant" in table else "spec.variant"])
+
+
+def on_other_data(runs: pd.DataFrame) -> str:
+    """Return what else a group ran, on data other than those that it is told by, in a sentence.
+
+    An empty text where there is nothing.
+    """
+    done = runs[runs["status"] == "ok"]
+    others = done[~done["data"].isin(usual_conditions(runs)["data"])]
+    if others.empty:
+        return ""
+    names = ", ".join(sorted(set(others["data"])))
+    last = others["time.started"].max()[:10]
+    return f"Not counted here: {len(others)} runs on other data ({names}), the last of {last}"
 
 
 def largest_micro_batch(table: pd.DataFrame) -> pd.DataFrame:
@@ -451,19 +501,31 @@ def found_compiled(runs: pd.DataFrame) -> pd.Series:
     return was_cached | (told["time.compile_s"].astype(float) < COLD_COMPILE_S)
 
 
+def sittings(runs: pd.DataFrame, keys: Sequence[str] = ("spec.variant",)) -> pd.Series:
+    """Return the set of sittings in which each variant was timed, indexed by these columns."""
+    timed = runs[runs["speed.samples_per_s"].notna()]
+    return timed.groupby([*keys])["sitting"].agg(frozenset)
+
+
+def share_a_sitting(found: pd.Series, variant: str) -> pd.Series:
+    """Return which variants were timed in a sitting in which another one was.
+
+    `found` are the sittings of each, indexed by variant.
+    """
+    return ~found.map(found[variant].isdisjoint)
+
+
 def timed_with_other_code(runs: pd.DataFrame) -> list[str]:
-    """Return the variants of which no timed run is of code that a timed run of the baseline is of.
+    """Return the variants that were timed in no sitting in which the baseline was.
 
     Such runs were made on another day, and perhaps on a host that launches kernels faster or
     slower. Without a timed baseline there are none.
     """
-    timed = runs[runs["speed.samples_per_s"].notna()]
-    code_of_baseline = timed.loc[timed["spec.variant"] == baseline(runs), "code"]
-    if code_of_baseline.empty:
+    found = sittings(runs)
+    if baseline(runs) not in found:
         return []
-    is_same_code = timed["code"].isin(code_of_baseline)
-    together = is_same_code.groupby(timed["spec.variant"]).any()
-    return [name for name in VARIANTS if name in together.index and not together[name]]
+    together = share_a_sitting(found, baseline(runs))
+    return [name for name in VARIANTS if name in found and not together[name]]
 
 
 def on_cpu(runs: pd.DataFrame) -> bool:

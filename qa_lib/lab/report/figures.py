@@ -21,6 +21,8 @@ from qa_lib.lab.report.evidence import (
     baseline,
     commits,
     largest_micro_batch,
+    on_other_data,
+    share_a_sitting,
     usual_conditions,
 )
 from qa_lib.lab.report.format import MISSING, number, percent
@@ -54,38 +56,48 @@ def timed(runs: pd.DataFrame) -> pd.DataFrame:
 def speed_finding(lines: pd.DataFrame) -> str:
     """Return how far the ladder reaches, as 'E-norm trains 11.5× as fast as A1, ...'.
 
-    The quicker of the Trainer and plain PyTorch stands beside it, where either was timed. `lines`
-    are those of `summary` at one micro-batch.
+    It is compared with the baseline, and with the quicker of the Trainer and plain PyTorch, where
+    they share a sitting with it. `lines` are those of `summary` at one micro-batch.
     """
     base = baseline(lines)
-    ratios = lines.set_index("variant")["ratio"].dropna()
     top, rival = _top_and_rival(lines)
     if top is None:
         return f"No variant beside {base} has a speed here"
-    finding = f"{top} trains {number(ratios[top])}× as fast as {base}"
-    if rival is None:
-        return finding
+    by_variant = lines.set_index("variant")
+    speed = by_variant["samples_per_s"]
+    findings = []
+    if pd.notna(by_variant.loc[top, "ratio"]):
+        findings.append(f"{number(by_variant.loc[top, 'ratio'])}× as fast as {base}")
+    if rival is not None:
+        faster = number(speed[top] / speed[rival])
+        findings.append(f"{faster}× as fast as {_what_it_is(rival)} ({rival})")
+    if not findings:
+        findings = [f"{number(speed[top])} samples/s"]
+    return f"{top} trains {', '.join(findings)}"
+
+
+def _what_it_is(rival: str) -> str:
+    """Return which of the rivals a variant is, in words."""
     if VARIANTS[rival].change == {"engine": "trainer"}:
-        what_it_is = "the plain Trainer"
-    elif rival in tagged("plain"):
-        what_it_is = "plain PyTorch"
-    else:
-        what_it_is = "the best Trainer"
-    return f"{finding}, {number(ratios[top] / ratios[rival])}× as fast as {what_it_is} ({rival})"
+        return "the plain Trainer"
+    return "plain PyTorch" if rival in tagged("plain") else "the best Trainer"
 
 
 def _top_and_rival(lines: pd.DataFrame) -> tuple[str | None, str | None]:
     """Return the variant that the ladder reaches, and the quicker of the Trainer and plain PyTorch.
 
-    Each is None where no such variant has a speed in `lines`, which are those of `summary`.
+    Each is None where no such variant has a speed in `lines`, which are those of `summary`, and the
+    rival where it shares no sitting with the other.
     """
-    ratios = lines.set_index("variant")["ratio"].dropna()
-    rungs = [name for name in tagged("ladder") if name in ratios and name != baseline(lines)]
-    rivals = ratios[ratios.index.isin([*tagged("trainer"), *tagged("plain")])]
-    top = None
-    if rungs:
-        top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
-    return top, None if rivals.empty else rivals.idxmax()
+    timed_lines = lines.dropna(subset="samples_per_s").set_index("variant")
+    rungs = [name for name in tagged("ladder") if name in timed_lines.index]
+    rungs = [name for name in rungs if name != baseline(lines)]
+    if not rungs:
+        return None, None
+    top = RECOMMENDED if RECOMMENDED in rungs else rungs[-1]
+    is_rival = timed_lines.index.isin([*tagged("trainer"), *tagged("plain")])
+    rivals = timed_lines[is_rival & share_a_sitting(timed_lines["sittings"], top)]
+    return top, None if rivals.empty else rivals["samples_per_s"].idxmax()
 
 
 def picture_link(path: Path) -> str:
@@ -108,9 +120,9 @@ LETTERS = 42  # of a line of a bar's name
 def fig_ladder(runs: pd.DataFrame) -> Figure:
     """Draw the training speed rung by rung, then that of the Trainer and of plain PyTorch.
 
-    Beside each bar stand its factors to the baseline, by samples/s and by kernel time where most
-    have that, and to the nearest ancestor that is shown. A long ladder has its `_large_rungs`
-    alone.
+    Beside each bar stand its factors to the baseline, by samples/s and by kernel time, each where
+    most have one, and to the nearest ancestor that is shown. None stands there between variants
+    that share no sitting. A long ladder has its `_large_rungs` alone.
 
     Raises NotMeasured where there are fewer than two rungs.
     """
@@ -122,6 +134,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     if len(every) < 2:
         raise NotMeasured("the ladder has one rung")
     shown = _large_rungs(every, base).reset_index(drop=True)
+    has_ratios = shown["ratio"].notna().mean() > 0.5
     has_kernels = shown["kernel_ratio"].notna().mean() > 0.5
     notes = [
         f"{shown['micro_batch'].iloc[0]} samples in a forward pass",
@@ -131,6 +144,10 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     ]
     if has_kernels:
         notes.insert(2, f"By kernels: the ratio of GPU time alone, {MISSING} where not measured")
+    if (shown["samples_per_s"].notna() & shown["ratio"].isna()).any():
+        notes.append("No ratios between sittings")
+    if on_other_data(runs):
+        notes.append(on_other_data(runs))
     if len(shown) < len(every):
         left_out = len(every) - len(shown)
         notes.insert(1, f"{left_out} steps that gain less than {percent(LARGE - 1)} are not drawn")
@@ -140,7 +157,9 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
     axis = figure.subplots()
     _draw_speeds(axis, shown, base)
     speed = shown["samples_per_s"]
-    columns = {"samples/s": speed.map(number), f"× {base}": shown["ratio"].map(number)}
+    columns = {"samples/s": speed.map(number)}
+    if has_ratios:
+        columns[f"× {base}"] = shown["ratio"].map(number)
     if has_kernels:
         columns["by kernels"] = shown["kernel_ratio"].map(number)
     columns["× variant above"] = _gains(shown)
@@ -200,15 +219,19 @@ def _draw_speeds(axis: Axes, shown: pd.DataFrame, base: str) -> None:
 def _gains(shown: pd.DataFrame) -> list[str]:
     """Return the speed of each line over that of its nearest ancestor among them, as text.
 
-    The ancestor is named where it is not the variant of the line above.
+    The ancestor is named where it is not the variant of the line above. There is no text for two
+    that share no sitting.
     """
-    speed = shown.set_index("variant")["samples_per_s"].dropna()
+    timed_lines = shown.set_index("variant").dropna(subset="samples_per_s")
+    speed = timed_lines["samples_per_s"]
+    sittings = timed_lines["sittings"]
     gains = []
     above = None
     for name in shown["variant"]:
         ancestor = _nearest_ancestor(name, speed.index)
         text = MISSING
-        if ancestor is not None and name in speed:
+        is_told = ancestor is not None and name in speed
+        if is_told and not sittings[name].isdisjoint(sittings[ancestor]):
             text = number(speed[name] / speed[ancestor])
             if ancestor != above:
                 text += f" ({ancestor})"

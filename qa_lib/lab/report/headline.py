@@ -176,12 +176,14 @@ def _costs(lines: pd.DataFrame, chosen: pd.DataFrame) -> str:
     lines = lines.set_index("variant", drop=False)
     gib = lines["reserved_mib"] / 1024
     gib_of_full = gib[evidence.trains_all(lines["variant"])]
-    if RECOMMENDED not in lines.index or gib_of_full.isna().all():
+    ratio = lines["ratio"].get(RECOMMENDED)
+    if pd.isna(ratio) or gib_of_full.isna().all():
         raise evidence.NotMeasured(
-            f"{RECOMMENDED} and its memory have not been measured in {chosen['group'].iloc[0]}"
+            f"{RECOMMENDED} and its memory have not been measured beside {BASELINE} in "
+            f"{chosen['group'].iloc[0]}"
         )
-    ratio = lines["ratio"][RECOMMENDED]
-    shown = chosen[chosen["micro_batch"].isin(lines["micro_batch"])]
+    shown = evidence.usual_conditions(chosen)
+    shown = shown[shown["micro_batch"].isin(lines["micro_batch"])]
     return (
         f"*Speed and memory:* steady steps of {lines['micro_batch'].iloc[0]} samples in a forward "
         f"pass, group {chosen['group'].iloc[0]}, code {evidence.commits(shown)}. "
@@ -314,6 +316,7 @@ def projected(lines: pd.DataFrame) -> pd.DataFrame:
     - compile_s: seconds of compilation, NaN where they were not measured
     - cold: whether compile_s is of runs that found nothing compiled
     - minutes: those of training and compilation, without data and scoring
+    - share: of the baseline's minutes, NaN where the two share no sitting
 
     Raises NotMeasured for another task than SQuAD, or where the baseline has no speed at
     micro-batch PROJECTED.
@@ -333,11 +336,13 @@ def projected(lines: pd.DataFrame) -> pd.DataFrame:
     speed = usual["samples_per_s"]
     compile_s, cold = _compilation(usual)
     train_s = evidence.FULL_SAMPLES * evidence.FULL_EPOCHS / speed
+    minutes = (train_s + compile_s.fillna(0.0)) / 60
     return pd.DataFrame({
         "speed": speed,
         "compile_s": compile_s,
         "cold": cold,
-        "minutes": (train_s + compile_s.fillna(0.0)) / 60,
+        "minutes": minutes,
+        "share": (minutes / minutes[evidence.baseline(lines)]).where(usual["ratio"].notna()),
     })  # fmt: skip
 
 
@@ -421,14 +426,15 @@ def _kept(runs: pd.DataFrame, group: str) -> tuple[str, list[str]]:
         finding = f"does not fall {MARGIN:g} point below that of {baseline}"
     else:
         finding = f"is not shown to stay within {MARGIN:g} point of that of {baseline}"
-    of_recommended = judging[judging["spec.variant"] == RECOMMENDED]
+    both = judging[judging["spec.variant"].isin([BASELINE, RECOMMENDED])]
+    of_recommended = both[both["spec.variant"] == RECOMMENDED]
     on_which = _on_which(of_recommended, shown_model(runs, group))
     at_best = gain(compared["best_delta"], compared["best_delta±"])
     at_zero = gain(compared["delta"], compared["delta±"])
     source = (
         f'*F1:* its change at the best threshold for "no answer"; at threshold 0 it is {at_zero}. '
         f"Both are means over {compared['n']} seeds with {LEVEL} % intervals, "
-        f"group {of_recommended['group'].iloc[0]}."
+        f"{evidence.groups_of(both)}."
     )
     return f"F1 {finding}: **{at_best}**, measured {on_which}.", [source]
 

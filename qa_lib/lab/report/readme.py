@@ -144,6 +144,8 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
         gain = technique.gain
         if gain is None or not {gain.adds, gain.over} <= set(speed.index):
             continue
+        if lines["sittings"][gain.adds].isdisjoint(lines["sittings"][gain.over]):
+            continue
         path = source_of(technique.code()[0]).path
         ratio = speed[gain.adds] / speed[gain.over]
         half = interval(speed_by_seed[gain.adds] / speed_by_seed[gain.over])

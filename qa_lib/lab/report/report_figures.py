@@ -13,6 +13,7 @@ from qa_lib.lab.report.format import gain, number, percent
 from qa_lib.lab.report.point_names import along_curve, name_beside
 from qa_lib.lab.report.stats import LEVEL, MARGIN, equivalence
 from qa_lib.lab.report.tables import column_text
+from qa_lib.lab.report.variants_table import across_cards
 from qa_lib.spec.variants import tagged
 
 # The reference project's variants, which its documents speak of.
@@ -46,9 +47,14 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
         f"{_trained_on(runs)}: {is_kept.sum()} of {len(rows)} variants lose less than "
         f"{MARGIN:g} F1 against {base}, at both thresholds"
     )
-    note = f"{LEVEL} % intervals over equal seeds. {style.code(evidence.commits(runs))}"
-    if _is_far(rows).any():
-        note = f"Triangles: beyond the axis, with their F1 at the best threshold and at 0. {note}"
+    far = "Triangles: beyond the axis, with their F1 at the best threshold and at 0"
+    notes = [
+        far if _is_far(rows).any() else "",
+        f"{LEVEL} % intervals over equal seeds",
+        style.code(evidence.commits(runs)),
+        across_cards(runs[runs["spec.variant"].isin([base, *rows.index])]),
+    ]
+    note = ". ".join(filter(None, notes))
     figure = style.group_figure(judged, title, note, 1.7 + 0.3 * len(rows))
     axis = figure.subplots()
     _draw_differences(axis, rows, base)
@@ -138,28 +144,32 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
     """
     base = evidence.baseline(runs)
     shown = timed(runs)
-    shown = shown[evidence.trains_all(shown["variant"])].dropna(subset=["reserved_mib", "ratio"])
+    shown = shown[evidence.trains_all(shown["variant"])]
+    shown = shown.dropna(subset=["reserved_mib", "samples_per_s"])
     if shown.empty:
         raise evidence.NotMeasured(
             "peak GPU memory was not measured: these runs had no GPU, whose allocator counts it"
         )
     shown = shown.assign(gib=shown["reserved_mib"] / 1024).set_index("variant", drop=False)
-    least = shown.loc[shown["gib"].idxmin()]
+    with_ratio = shown.dropna(subset="ratio")
+    least = with_ratio.loc[with_ratio["gib"].idxmin()]
     first = shown.loc[base]
     title = (
         f"{least['variant']} trains everything in {percent(least['gib'] / first['gib'])} of "
         f"{base}'s memory, {number(least['ratio'])}× as fast"
     )
     code = style.code(evidence.commits(evidence.largest_micro_batch(runs)))
-    note = (
+    notes = [
         f"Micro-batch {first['micro_batch']}. No variant is both leaner and faster than those on "
-        "the line. "
-    )
+        "the line",
+    ]
     unnamed = shown[~_is_named(shown)].sort_values("samples_per_s")["variant"]
     if len(unnamed):
-        note += f"Small, from slow to fast: {', '.join(unnamed)}. "
-    note += code
-    figure = style.group_figure(runs, title, note, 6.4)
+        notes.append(f"Small, from slow to fast: {', '.join(unnamed)}")
+    notes.append(code)
+    if evidence.on_other_data(runs):
+        notes.append(evidence.on_other_data(runs))
+    figure = style.group_figure(runs, title, ". ".join(notes), 6.4)
     axis = figure.subplots()
     axis.set(
         xlabel="samples/s in training (further right is faster)",
@@ -168,7 +178,7 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
     axis.set_yscale("log", base=2)
     axis.set(
         ylabel="GPU memory reserved, in GiB (logarithmic)",
-        ylim=(0.85 * least["gib"], 1.15 * shown["gib"].max()),
+        ylim=(0.85 * shown["gib"].min(), 1.15 * shown["gib"].max()),
     )
     axis.set_yticks(_doubling(*axis.get_ylim()))
     axis.yaxis.set_major_formatter(style.THOUSANDS)

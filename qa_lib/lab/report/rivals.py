@@ -14,7 +14,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from qa_lib.lab.report import in_turns, spoken, style
-from qa_lib.lab.report.evidence import NotMeasured, commits, usual_conditions
+from qa_lib.lab.report.evidence import NotMeasured, commits, share_a_sitting, usual_conditions
 from qa_lib.lab.report.format import number
 from qa_lib.lab.report.stats import LEVEL
 from qa_lib.lab.report.summary import summary
@@ -44,7 +44,7 @@ def compared(runs: pd.DataFrame, model: str) -> pd.DataFrame:
     """Return the lines of `summary` of the quickest rivals and of the recommended variant, last.
 
     They are of one model of a group's runs, at the largest micro-batch at which most of them were
-    timed.
+    timed. Rivals share a sitting with the recommended variant.
 
     Raises NotMeasured where the recommended variant or all rivals are missing.
     """
@@ -53,8 +53,11 @@ def compared(runs: pd.DataFrame, model: str) -> pd.DataFrame:
     rivals_at = {}
     for size, part in lines.groupby("micro_batch"):
         part = part.set_index("variant", drop=False)
-        names = quickest(part["samples_per_s"])
-        if names and RECOMMENDED in part.index:
+        if RECOMMENDED not in part.index:
+            continue
+        together = part[share_a_sitting(part["sittings"], RECOMMENDED)]
+        names = quickest(together["samples_per_s"])
+        if names:
             rivals_at[size] = part.loc[[*names, RECOMMENDED]]
     if not rivals_at:
         raise NotMeasured(f"{RECOMMENDED} and a rival have not both been timed on {model}")

@@ -21,7 +21,8 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from qa_lib.errors import first_line
-from qa_lib.lab.report.evidence import ReportError, on_cpu
+from qa_lib.lab.report import spoken
+from qa_lib.lab.report.evidence import ReportError, groups_of, on_cpu
 from qa_lib.lab.report.tables import markdown
 from qa_lib.records.files import RecordError, writable_folder, write_atomically
 from qa_lib.records.record import DEFAULT_PRESET, DEFAULT_SETTINGS
@@ -142,12 +143,12 @@ def new_figure(title: str, note: str, height: float) -> Figure:
 
 
 def group_figure(runs: pd.DataFrame, title: str, note: str, height: float) -> Figure:
-    """Return what `new_figure` does for a group's runs.
+    """Return what `new_figure` does for a group's runs, which may have others' after them.
 
-    The caption ends with the group and its GPUs. Figures of a CPU say so in title and caption.
+    The caption ends with the groups and their GPUs. Figures of a CPU say so in title and caption.
     """
     gpus = sorted(set(runs["env.gpu"].dropna()))
-    sentences = [note, f"Group {runs['group'].iloc[0]}", *(gpus or [CPU_CAVEAT])]
+    sentences = [note, spoken.capital(groups_of(runs)), *(gpus or [CPU_CAVEAT])]
     caption = ". ".join(sentence for sentence in sentences if sentence) + "."
     if on_cpu(runs):
         title = f"On a CPU: {title}"
@@ -320,8 +321,8 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
     is nothing to show.
 
     With a folder `save`, a figure is kept as <save>/<group>/<name>.png. The first of the sources is
-    then a DataFrame of that group's runs, and perhaps of others' after them. Without `name` the
-    file is named as the function, less `fig_`.
+    then a DataFrame of that group's runs, and perhaps of others' after them, and the file has the
+    digest of all of them. Without `name` the file is named as the function, less `fig_`.
     """
     from IPython import display  # notebooks have it; the command line need not
 
@@ -334,15 +335,16 @@ def show(make: Callable, *sources, save: str | Path = "", name: str = ""):
             return display.Markdown(made)
         kept = {}
         if _are_runs(sources):
-            kept["group"] = sources[0]["group"].iloc[0]
+            kept["group"] = ", ".join(sources[0]["group"].unique())
         if save:
             runs = sources[0]
             name = name or make.__name__.removeprefix("fig_")
-            path = Path(save, kept["group"], f"{name}.png")
+            path = Path(save, runs["group"].iloc[0], f"{name}.png")
             writable_folder(path.parent)
-            # Runs of other groups are told by the page that has the figure.
-            of_group = runs[runs["group"] == kept["group"]]
-            write_atomically(path, png(made, Records=digest(of_group)))
+            texts = {"Records": digest(runs)}
+            if runs["group"].nunique() > 1:
+                texts["Groups"] = kept["group"]
+            write_atomically(path, png(made, **texts))
             kept["file"] = path.as_posix()
         return display.Image(
             png(made, NOTEBOOK_DPI),

@@ -18,6 +18,7 @@ from qa_lib.lab.report.evidence import (
     found_compiled,
     in_table_order,
     numbers,
+    sittings,
 )
 from qa_lib.lab.report.facts import cards
 from qa_lib.lab.report.format import MISSING, count, gain, number, percent, points
@@ -71,13 +72,15 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     - variant, AXES, TASK, family, change, status, note
     - n: runs that ended ok; the columns below are means over them
     - those of MEASURES, mfu and score, each with its interval `NAME±`
+    - sittings: the set of those in which it was timed
     - ratio: samples/s over the baseline's under the same values of the AXES, with `ratio±` where
-      the baseline has run with all of the line's seeds
+      the baseline has run with all of the line's seeds; NaN where they share no sitting
     - kernel_ratio: the baseline's kernel time of a step over the line's, for steps of as many
-      samples; NaN where one of them has none
+      samples; NaN where one of them has none, or where they share no sitting
     - delta: the score minus the baseline's over the seeds that both have, with `delta±`
     - warm_compile_s: the longest compilation of the runs that found code compiled
-    - break_even: optimizer steps after which compilation is made up for, inf if never
+    - break_even: optimizer steps after which compilation is made up for, inf if never; NaN where
+      ratio is
     """
     runs = runs.assign(
         # numbers the values of the axes, among which nothing is compared
@@ -107,12 +110,19 @@ def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
     base_has_seed = pd.Series(values.index.droplevel("variant").isin(base.index), values.index)
 
     lines = average(values, of_line)
+    timed_in = sittings(done, of_line).to_dict()
+    lines["sittings"] = [timed_in.get(line, frozenset()) for line in lines.index]
+    is_apart = [
+        own.isdisjoint(timed_in.get((cell, base_name), ()))
+        for (cell, _), own in lines["sittings"].items()
+    ]
     base_lines = average(base, ["cell"]).reindex(lines.index, level="cell")
+    base_lines.loc[is_apart] = math.nan
     lines["ratio"] = lines["samples_per_s"] / base_lines["samples_per_s"]
     # The ratio is of means over all seeds, but its interval is that of the ratios of equal seeds,
     # and would be of fewer runs than the ratio where the baseline lacks one of the seeds.
     base_has_all_seeds = base_has_seed.groupby(level=of_line).all()
-    lines["ratio±"] = lines["ratio_of_seed±"].where(base_has_all_seeds)
+    lines["ratio±"] = lines["ratio_of_seed±"].where(base_has_all_seeds & lines["ratio"].notna())
     lines["kernel_ratio"] = base_lines["kernel_ms"] / lines["kernel_ms"]
     # The baseline against itself is 1 and 0 in every run, which is no measurement.
     is_base_line = lines.index.get_level_values("variant") == base_name

@@ -62,8 +62,29 @@ def caption(runs: pd.DataFrame, judged: pd.DataFrame) -> str:
     sentences = [source(runs)]
     # Without scores the table has none to explain.
     with contextlib.suppress(evidence.NotMeasured):
-        sentences.append(_source_of_scores(judged))
+        usual = evidence.usual_conditions(judged)
+        shown = usual[usual["spec.variant"].isin([BASELINE, *runs["spec.variant"]])]
+        sentences.append(_source_of_scores(shown))
+        if across_cards(shown):
+            sentences.append(f"{across_cards(shown)}.")
     return " ".join(sentences)
+
+
+def across_cards(judged: pd.DataFrame) -> str:
+    """Return which variants were scored on another card than the baseline, in words.
+
+    `judged` are alike in all axes but the micro-batch. The text is empty where there are none.
+    """
+    base = judged[judged["spec.variant"] == BASELINE]
+    elsewhere = judged[~judged["spec.hardware"].isin(base["spec.hardware"])]
+    if base.empty or elsewhere.empty:
+        return ""
+    names = ", ".join(name for name in VARIANTS if name in set(elsewhere["spec.variant"]))
+    with_other_code = "" if elsewhere["code"].isin(base["code"]).any() else " and with other code"
+    return (
+        f"Scored on another card{with_other_code} than {BASELINE}: {names} "
+        f"({evidence.groups_of(elsewhere)})"
+    )
 
 
 def source(runs: pd.DataFrame) -> str:
@@ -84,10 +105,15 @@ def source(runs: pd.DataFrame) -> str:
     on_other_days = [
         name for name in evidence.timed_with_other_code(shown) if name in tagged("headline")
     ]
-    if not on_other_days:
-        return sentence
-    names = ", ".join(on_other_days)
-    return f"{sentence} {names} ran in another sitting than {evidence.baseline(runs)}."
+    if on_other_days:
+        names = ", ".join(on_other_days)
+        sentence += (
+            f" {names} ran in another sitting than {evidence.baseline(runs)}, so that no ratio is "
+            "shown."
+        )
+    if evidence.on_other_data(runs):
+        sentence += f" {evidence.on_other_data(runs)}."
+    return sentence
 
 
 def _source_of_scores(judged: pd.DataFrame) -> str:
@@ -108,7 +134,7 @@ def _source_of_scores(judged: pd.DataFrame) -> str:
     return (
         f'ΔF1: against {BASELINE} over equal seeds, at the best threshold for "no answer"; '
         f"{judged['model.name'].iloc[0]} on {judged['spec.n_train'].max():,.0f} samples, scored on "
-        f"{means['questions']:,.0f} questions (group {judged['group'].iloc[0]}). {BASELINE} "
+        f"{means['questions']:,.0f} questions ({evidence.groups_of(judged)}). {BASELINE} "
         f"scores {points(means['best'])} there, which is {number(above)} above never answering "
         f"({points(means['never_answering'])}): 1 F1 is {percent(1 / above)} of that."
     )
