@@ -224,7 +224,8 @@ def test_a_model_that_was_not_here_when_it_was_planned_is_held_to_the_same(folde
 
 def test_every_encoder_but_bert_lacks_something_that_a_variant_has():
     for kind in ENCODERS:
-        lacks = [name for name, row in VARIANTS.items() if lacking(row.settings, kind)]
+        of_readers = {name: row.settings for name, row in VARIANTS.items() if row.task == "qa"}
+        lacks = [name for name, settings in of_readers.items() if lacking(settings, kind)]
         assert (lacks != []) == (kind != "bert"), kind
 
 
