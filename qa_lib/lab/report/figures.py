@@ -143,7 +143,7 @@ def fig_ladder(runs: pd.DataFrame) -> Figure:
         style.code(commits(largest_micro_batch(runs))),
     ]
     if has_kernels:
-        notes.insert(2, f"By kernels: the ratio of GPU time alone, {MISSING} where not measured")
+        notes.insert(2, "By kernels: the ratio of GPU time alone")
     if (shown["samples_per_s"].notna() & shown["ratio"].isna()).any():
         notes.append("No ratios between sittings")
     if on_other_data(runs):

@@ -213,10 +213,7 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
             sentence += " Each was timed once."
         shortened = whole.loc[whole["times"] > 1, "spec.variant"].unique()
         if len(shortened):
-            sentence += (
-                f" {' and '.join(shortened)} trained for one epoch, whose time after the start "
-                f"counts {evidence.FULL_EPOCHS} times."
-            )
+            sentence += f" The minutes of {' and '.join(shortened)} are projected from one epoch."
         return sentence, _source_of_measured(whole)
     table = projected(summary(chosen))
     minutes = table["minutes"]
@@ -450,15 +447,21 @@ def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str
     if in_turns.PLAIN not in set(scored["spec.variant"]):
         return f"The F1 of {stack} has not been measured beside plain PyTorch's.", []
     pair = (in_turns.STACK, in_turns.PLAIN)
-    at_best = gain(*compare(scored, *pair, BEST_F1))
+    difference, half = compare(scored, *pair, BEST_F1)
     at_zero = gain(*compare(scored, *pair, F1))
     seeds = len(by_seed(scored, BEST_F1)[list(pair)].dropna())
     source = (
         f'*F1:* at the best threshold for "no answer"; at threshold 0 it is {at_zero}. Both are '
         f"means over {seeds} seeds with {LEVEL} % intervals, group {scored['group'].iloc[0]}."
     )
-    finding = f"Its F1 differs by **{at_best}** from that of {spoken.variant(in_turns.PLAIN)}"
-    return f"{finding}, measured {_on_which(scored, timed['model.name'].iloc[0])}.", [source]
+    finding = (
+        f"Its F1 differs by **{gain(difference, half)}** from that of "
+        f"{spoken.variant(in_turns.PLAIN)}, measured "
+        f"{_on_which(scored, timed['model.name'].iloc[0])}"
+    )
+    if abs(difference) <= half:
+        finding += ": no difference is shown"
+    return f"{finding}.", [source]
 
 
 def _on_which(scored: pd.DataFrame, model: str) -> str:

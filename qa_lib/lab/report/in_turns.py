@@ -9,7 +9,7 @@ import pandas as pd
 
 from qa_lib.lab.report import evidence, spoken
 from qa_lib.lab.report.evidence import NotMeasured
-from qa_lib.lab.report.format import MISSING, factor, gain, number
+from qa_lib.lab.report.format import MISSING, factor, gain, number, percent
 from qa_lib.lab.report.stats import BEST_F1, LEVEL, by_seed, compare, interval
 from qa_lib.lab.report.tables import markdown
 from qa_lib.spec.tasks import TASKS
@@ -34,6 +34,7 @@ SHOWN = (
 )
 # The presets by whose runs F1 is compared -> their questions.
 QUESTIONS = {"quality": "SQuAD v2", "answerable": "answerable questions"}
+SHORT = {STACK_16_BITS: "16 bits", PLAIN: "plain PyTorch"}
 SPEED = "speed.samples_per_s"
 KERNEL_MS = "time.kernel_ms"
 ENOUGH_BLOCKS = 3  # for an interval
@@ -163,8 +164,11 @@ def finding(blocks: pd.DataFrame) -> str:
         f"as {spoken.VARIANTS[PLAIN]}** ({PLAIN})"
     )
     if TUNED_TRAINER in table.index:
-        lead = number(table.loc[TUNED_TRAINER, "lead"])
-        text += f" and {lead} times as fast as {spoken.variant(TUNED_TRAINER)}"
+        trainer = table.loc[TUNED_TRAINER]
+        text += (
+            f" and {number(trainer['lead'])} times as fast as {spoken.variant(TUNED_TRAINER)}, "
+            f"whose GPU works for {percent(trainer['kernel_ms'] / trainer['step_ms'])} of a step"
+        )
     return f"{text}."
 
 
@@ -172,15 +176,16 @@ def _in_words(table: pd.DataFrame) -> pd.DataFrame:
     """Return the table as people read it; the stack's own row has no lead."""
     rows = []
     for name, line in table.iterrows():
-        is_stack = name == STACK
+        lead = factor(line["lead"], line["lead±"])
+        by_kernels = factor(line["kernel_lead"])
         rows.append({
             "training": spoken.variant(name),
             "runs": str(int(line["n"])),
             "samples/s": number(line["samples_per_s"]),
             "ms a step": number(line["step_ms"]),
             "ms of its kernels": number(line["kernel_ms"]),
-            "the stack in 8 bits is": MISSING if is_stack else factor(line["lead"], line["lead±"]),
-            "by kernels": MISSING if is_stack else factor(line["kernel_lead"]),
+            "the 8-bit stack over this row": MISSING if name == STACK else lead,
+            "the same by kernels": MISSING if name == STACK else by_kernels,
         })  # fmt: skip
     return pd.DataFrame(rows)
 
@@ -222,7 +227,7 @@ def f1_table(runs: pd.DataFrame) -> str:
                 shared = len(scores.reindex(columns=[name, other]).dropna())
                 if name == other or not shared:
                     continue
-                heading = f"F1 on {questions}, less {spoken.VARIANTS[other]}"
+                heading = f"ΔF1 to {SHORT[other]}, {questions}"
                 difference = gain(*compare(scored, name, other, BEST_F1))
                 rows.setdefault(name, {"training": spoken.variant(name)})[heading] = difference
                 seeds.add(shared)

@@ -160,8 +160,10 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
             "GPU busy before": busy[gain.over],
             "after": busy[gain.adds],
         })  # fmt: skip
+    card = spoken.card(chosen["env.gpu"].iloc[0])
     explanation = (
-        "Each row is a pair of its own, so that gains do not multiply. Intervals are of "
+        f"Timed on one {card}, with {lines['micro_batch'].iloc[0]} samples in a forward pass. Each "
+        "row is a pair of its own, so that gains do not multiply. Intervals are of "
         f"{LEVEL} %, over equal seeds. Where the GPU was not busy before, it waited for the host, "
         "and a part of the gain is the host's: a quicker one leaves less."
     )

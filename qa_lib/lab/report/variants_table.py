@@ -53,7 +53,7 @@ def headline_table(
     with contextlib.suppress(evidence.NotMeasured):
         tested = equivalence(evidence.usual_conditions(judged)).dropna(subset="delta±")
         lines = lines.join(tested[["best_delta", "best_delta±"]])
-        columns.append(Column("best_delta", "ΔF1", gain))
+        columns.append(Column("best_delta", f"ΔF1 to {BASELINE}", gain))
     return render(lines, columns)
 
 
@@ -136,7 +136,7 @@ def _source_of_scores(judged: pd.DataFrame) -> str:
         f"{judged['model.name'].iloc[0]} on {judged['spec.n_train'].max():,.0f} samples, scored on "
         f"{means['questions']:,.0f} questions ({evidence.groups_of(judged)}). {BASELINE} "
         f"scores {points(means['best'])} there, which is {number(above)} above never answering "
-        f"({points(means['never_answering'])}): 1 F1 is {percent(1 / above)} of that."
+        f"({points(means['never_answering'])}); 1 F1 is {percent(1 / above)} of that difference."
     )
 
 
