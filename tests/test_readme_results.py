@@ -508,8 +508,8 @@ def test_a_point_of_f1_is_a_share_of_what_the_baselines_ok_runs_have_learnt(tmp_
     judged = evidence.load_runs(tmp_path).assign(**{"quality.always_null_f1": 50.0})
     text = variants_table._source_of_scores(judged)
     assert text.endswith(
-        "A1 scores 70.00 there, which is 20.0 above never answering (50.00): "
-        "1 F1 is 5.00 % of that."
+        "A1 scores 70.00 there, which is 20.0 above never answering (50.00); "
+        "1 F1 is 5.00 % of that difference."
     )
 
 

@@ -131,8 +131,8 @@ def test_the_caption_of_a_table_says_where_its_scores_are_from(three_seeds):
     judged["spec.n_train"] = range(1000, 1000 + len(judged))
     said = (
         f"tiny on {999 + len(judged):,} samples, scored on 400 questions (group cpu-quality). "
-        "A1 scores 80.00 there, which is 30.0 above never answering (50.00): "
-        "1 F1 is 3.33 % of that."
+        "A1 scores 80.00 there, which is 30.0 above never answering (50.00); "
+        "1 F1 is 3.33 % of that difference."
     )
     assert said in variants_table.caption(three_seeds, judged)
 
