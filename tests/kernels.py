@@ -84,6 +84,17 @@ def copy_of(x: torch.Tensor) -> torch.Tensor:
     )
 
 
+def attention_with_copies(plain):
+    """`varlen_attention_and_copy` whose copies in 8 bits are made on a CPU as well."""
+
+    def attend(qkv, *rest, placeholder, grad8_alone, **words):
+        qkv = Handed.apply(qkv, placeholder, grad8_alone)
+        output, _ = plain(qkv, *rest, placeholder=placeholder, grad8_alone=grad8_alone, **words)
+        return output, copy_of(output)
+
+    return attend
+
+
 def assert_copy(copy8, tensor) -> None:
     """A copy in 8 bits is what the kernel that casts makes of the tensor, and some saturates."""
     expected = in_8_bits(tensor, copy8, cast=fp8._cast).float().view(copy8.shape)

@@ -370,9 +370,9 @@ def test_a_variant_of_another_day_has_no_timed_run_of_the_baselines_code():
         ("A4", "b", math.nan),
     ]
     runs = pd.DataFrame(rows, columns=columns).assign(**{"task.name": "qa"})
-    assert evidence.timed_with_other_code(runs) == ["A3"]
+    assert evidence.timed_in_other_sittings(runs) == ["A3"]
     without_baseline = runs[runs["spec.variant"] != "A1"]
-    assert evidence.timed_with_other_code(without_baseline) == []
+    assert evidence.timed_in_other_sittings(without_baseline) == []
 
 
 def test_versions_of_the_code_are_named_once_and_with_their_changes():

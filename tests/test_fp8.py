@@ -21,7 +21,14 @@ from qa_lib.model.fused_blocks import (
     renew,
 )
 from qa_lib.train.compile import compile_kernels
-from tests.kernels import DEVICE, Handed, copy_of, relative, with_gradients
+from tests.kernels import (
+    DEVICE,
+    Handed,
+    attention_with_copies,
+    copy_of,
+    relative,
+    with_gradients,
+)
 from tests.tiny import checkpoint, packed_model, planned
 
 WIDTH = TINY_CONFIG["hidden_size"]
@@ -338,19 +345,12 @@ def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
 def copies_as_on_a_gpu(monkeypatch):
     """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
     plain_norm = fused_blocks.fused_norm
-    plain_attention = attention.varlen_attention_and_copy
+    attend = attention_with_copies(attention.varlen_attention_and_copy)
 
     def norm(x, *rest, placeholder, copies, grad8_alone, **words):
         x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
         output, second, _ = plain_norm(x, *rest, **words)
         return output, second, copy_of(output) if copies else None
-
-    def attend(qkv, *rest, placeholder, grad8_alone, **words):
-        qkv = Handed.apply(qkv, placeholder, grad8_alone)
-        output, _ = plain_attention(
-            qkv, *rest, placeholder=placeholder, grad8_alone=grad8_alone, **words
-        )
-        return output, copy_of(output)
 
     monkeypatch.setattr(fused_blocks, "fused_norm", norm)
     monkeypatch.setattr(attention, "varlen_attention_and_copy", attend)

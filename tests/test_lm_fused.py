@@ -20,7 +20,14 @@ from qa_lib.peers.gpt2 import GPT2
 from qa_lib.spec.variants import VARIANTS
 from qa_lib.train.compile import ChunkedLossOf, LossOf
 from qa_lib.train.plain import PlainStep
-from tests.kernels import DEVICE, Handed, copy_of, relative, with_gradients
+from tests.kernels import (
+    DEVICE,
+    Handed,
+    attention_with_copies,
+    copy_of,
+    relative,
+    with_gradients,
+)
 from tests.material import refused
 from tests.tiny import H200, TINY_CONFIG, checkpoint, planned, without_dropout
 
@@ -126,18 +133,12 @@ def in_8_bits(variant, dropout=0.25):
 def copies_as_on_a_gpu(monkeypatch):
     """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
     plain_norm = blocks.fused_add_norm
-    plain_attention = blocks.varlen_attention_and_copy
+    attend = attention_with_copies(blocks.varlen_attention_and_copy)
 
     def norm(x, *rest, placeholder, copies, grad8_alone, **words):
         x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
         total, output, _ = plain_norm(x, *rest, **words)
         return total, output, copy_of(output) if copies else None
-
-    def attend(qkv, *rest, grad8_alone, **words):
-        *others, placeholder = rest
-        qkv = Handed.apply(qkv, placeholder, grad8_alone)
-        output, _ = plain_attention(qkv, *others, placeholder, grad8_alone, **words)
-        return output, copy_of(output)
 
     monkeypatch.setattr(blocks, "fused_add_norm", norm)
     monkeypatch.setattr(blocks, "varlen_attention_and_copy", attend)

@@ -157,10 +157,10 @@ def fused_add_norm(
     copies: bool = False,
     grad8_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return residual + dropout(x + bias) and its norm, both of the residual's shape and type, and
-    None or the norm's e4m3 copy.
+    """Return residual + dropout(x + bias), its norm, and None or the norm's e4m3 copy.
 
-    Arguments are those of `fused_norm`.
+    The first two have the residual's shape and type. Arguments are those of `fused_norm`, and so is
+    the third result.
     """
     inputs = (x, bias, residual, gamma, beta, seed, dropout, eps)
     if not residual.is_cuda:
@@ -427,7 +427,8 @@ def norm_backward_kernel(
     `residual` is what was normed, and gemm_out is not read; with both, `other` is the gradient of
     that sum. Rows beyond the last are read as zeros, and add none to the partials.
     """
-    rounded_like = residual if SUMMED else gemm_out  # x, if it is there, has a type of its own
+    # The gradient of gemm_out is rounded to its type first, which without it is the residual's.
+    rounded_like = residual if SUMMED else gemm_out
     column = tl.arange(0, BLOCK)
     in_width = column < WIDTH
     shift = tl.load(bias + column, mask=in_width, other=0.0).to(tl.float32)

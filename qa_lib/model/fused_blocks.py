@@ -302,6 +302,20 @@ def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
     return x @ linear.weight
 
 
+def float8_conv1d(
+    linear: Conv1D, x, bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Apply GPT-2's linear layer in 8 bits with this bias or none, and return a placeholder, too.
+
+    The placeholder is that of `float8_linear_and_placeholder`. It is None for PyTorch's compiler,
+    which fuses conversions itself.
+    """
+    inputs = (x, linear.weight.t(), bias, has_grad8(linear))
+    if torch.compiler.is_compiling():
+        return float8_linear(*inputs), None
+    return float8_linear_and_placeholder(*inputs)
+
+
 def in_float8(linear: Conv1D) -> bool:
     """Return whether the GEMMs of GPT-2's linear layer are in 8 bits."""
     return getattr(linear, "float8", False)
@@ -491,14 +505,10 @@ class FusedDecoder(GPT2Model):
         linear = attention.c_attn
         bias = linear.bias.detach()
         placeholder = None
-        if not in_float8(linear):
-            qkv = torch.addmm(bias, normed.flatten(0, 1), linear.weight)
-        elif torch.compiler.is_compiling():
-            qkv = fp8_linear(normed, linear.weight.t(), bias, None, has_grad8(linear))
+        if in_float8(linear):
+            qkv, placeholder = float8_conv1d(linear, normed, bias)
         else:
-            qkv, placeholder = fp8_linear_and_placeholder(
-                normed, linear.weight.t(), bias, take_copy(normed), has_grad8(linear)
-            )
+            qkv = torch.addmm(bias, normed.flatten(0, 1), linear.weight)
         cu_seqlens = torch.arange(
             0, batch * length + 1, length, dtype=torch.int32, device=normed.device
         )
@@ -514,7 +524,7 @@ class FusedDecoder(GPT2Model):
         if placeholder is None:
             return varlen_attention(*inputs, causal=True).reshape(batch, length, width)
         attended, attended8 = varlen_attention_and_copy(
-            *inputs, placeholder, grad8_alone=has_grad8(linear), causal=True
+            *inputs, placeholder=placeholder, grad8_alone=has_grad8(linear), causal=True
         )
         attended = attended.reshape(batch, length, width)
         if in_float8(attention.c_proj):
@@ -529,14 +539,10 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
     e4m3 copy, if it `copies`.
     """
     placeholder = None
-    grad8_alone = False
-    if in_float8(linear) and not torch.compiler.is_compiling():
-        product, placeholder = float8_linear_and_placeholder(
-            x, linear.weight.t(), None, has_grad8(linear)
-        )
-        grad8_alone = has_grad8(linear)
+    if in_float8(linear):
+        product, placeholder = float8_conv1d(linear, x, None)
     else:
-        product = conv1d_without_bias(linear, x)
+        product = x @ linear.weight
     total, normed, normed8 = fused_add_norm(
         product,
         linear.bias,
@@ -548,7 +554,7 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
         eps=norm.eps,
         placeholder=placeholder,
         copies=copies,
-        grad8_alone=grad8_alone,
+        grad8_alone=placeholder is not None and has_grad8(linear),
     )
     leave_copy(normed, normed8)
     return total, normed

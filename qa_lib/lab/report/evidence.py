@@ -445,8 +445,8 @@ def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
     """Return the runs, or lines of `summary`, that a group is told by.
 
     They agree in all axes but the micro-batch. Where a group has changed its data, they are on data
-    on which both the baseline and the recommended variant ran, as a report compares these. Of
-    several such parts it is the largest.
+    on which both the baseline and the recommended variant ran, as a report compares these. The
+    largest of several such parts is taken.
     """
     on_any_data = _alike(table, [name for name in AXES if name != "data"])
     by_data = _alike(max(on_any_data, key=len, default=table), ["data"])
@@ -515,7 +515,7 @@ def share_a_sitting(found: pd.Series, variant: str) -> pd.Series:
     return ~found.map(found[variant].isdisjoint)
 
 
-def timed_with_other_code(runs: pd.DataFrame) -> list[str]:
+def timed_in_other_sittings(runs: pd.DataFrame) -> list[str]:
     """Return the variants that were timed in no sitting in which the baseline was.
 
     Such runs were made on another day, and perhaps on a host that launches kernels faster or

@@ -103,7 +103,7 @@ def source(runs: pd.DataFrame) -> str:
         f"{LEVEL} % interval."
     )
     on_other_days = [
-        name for name in evidence.timed_with_other_code(shown) if name in tagged("headline")
+        name for name in evidence.timed_in_other_sittings(shown) if name in tagged("headline")
     ]
     if on_other_days:
         names = ", ".join(on_other_days)
