@@ -27,6 +27,7 @@ from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
 FEW_MINUTES = 2
+ENOUGH_TRAININGS = 3  # of each variant, for the time that README.md begins with
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 
 
@@ -35,8 +36,8 @@ def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
     Where runs in turns have the stack in 8 bits beside plain PyTorch, its lead and its F1 are
     theirs, on whichever card that was. The minutes are of the stack beside plain PyTorch, too, or
-    else those of the group. Without runs in turns it is what `headline` returns, which also says
-    what the arguments are.
+    else those of the group. The lead is of the model that the minutes are of, if it has one.
+    Without runs in turns it is what `headline` returns, which also says what the arguments are.
 
     Raises NotMeasured where the minutes are not known.
     """
@@ -46,14 +47,22 @@ def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
         return headline(runs, group, figures)
     chosen = evidence.select(runs, group)
     model = blocks["model.name"].iloc[0]
+    timed = blocks
+    lead = in_turns.finding(blocks)
     try:
-        minutes, source_of_minutes = _minutes_of_stack(runs)
+        whole = _whole_trainings_of_stack(runs)
     except evidence.NotMeasured:
         minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
-    f1, source_of_f1 = _f1_of_stack(runs, blocks)
-    speed = f"*Speed:* runs in turns, group {blocks['group'].iloc[0]}; [more](#results)."
+    else:
+        minutes, source_of_minutes = _minutes_of_stack(whole), _source_of_measured(whole)
+        with contextlib.suppress(evidence.NotMeasured):
+            of_trained = runs["model.name"] == whole["model.name"].iloc[0]
+            timed = in_turns.enough_blocks(runs[of_trained])
+            lead = in_turns.finding_beside(timed, blocks)
+    f1, source_of_f1 = _f1_of_stack(runs, timed)
+    speed = f"*Speed:* runs in turns, {evidence.groups_of(timed)}; [more](#results)."
     return _screen(
-        [minutes, in_turns.finding(blocks), f1],
+        [minutes, lead, f1],
         figures / blocks["group"].iloc[0] / "rivals.png",
         _not_shown(runs, chosen, model),
         [source_of_minutes, speed, *source_of_f1],
@@ -224,11 +233,11 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
     return f"{_minutes_sentence(minutes, chosen)} Projected.", _source_of_projected(table)
 
 
-def _minutes_of_stack(runs: pd.DataFrame) -> tuple[str, str]:
-    """Return how long the stack in 8 bits and plain PyTorch train, and where that comes from.
+def _whole_trainings_of_stack(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return whole trainings by the stack and by plain PyTorch, ENOUGH_TRAININGS or more of each.
 
-    The trainings are whole ones, each in a process of its own with nothing compiled before. They
-    are of one card, and of the largest model that both have trained so.
+    Each had a process of its own with nothing compiled before. They are of one card, and of the
+    largest model that has so many. See `_whole_trainings` for the columns that are new.
 
     Raises NotMeasured where there is no such model.
     """
@@ -238,22 +247,31 @@ def _minutes_of_stack(runs: pd.DataFrame) -> tuple[str, str]:
     parts = {}
     for _, part in whole.groupby(["spec.hardware", "model.name"]):
         timed = _with_minutes(part)
-        if {in_turns.STACK, in_turns.PLAIN} <= set(timed["spec.variant"]):
+        counts = timed["spec.variant"].value_counts()
+        if counts.reindex([in_turns.STACK, in_turns.PLAIN]).min(skipna=False) >= ENOUGH_TRAININGS:
             parts[timed["model.params_total"].iloc[0]] = timed
     if not parts:
-        raise evidence.NotMeasured("no model was trained whole by the stack and by plain PyTorch")
-    whole = parts[max(parts)]
+        raise evidence.NotMeasured(
+            f"no model was trained whole by the stack and by plain PyTorch {ENOUGH_TRAININGS} times"
+        )
+    return parts[max(parts)]
+
+
+def _minutes_of_stack(whole: pd.DataFrame) -> str:
+    """Return how long the stack in 8 bits and plain PyTorch train, in a sentence.
+
+    `whole` is what `_whole_trainings_of_stack` returns.
+    """
     first = whole.iloc[0]
     minutes = whole.groupby("spec.variant")["minutes"].mean()
     others = [name for name in (in_turns.STACK_16_BITS, in_turns.PLAIN) if name in minutes]
     beside = [f"with {spoken.variant(name)} {_duration(minutes[name])}" for name in others]
-    sentence = (
+    return (
         f"Three epochs of {spoken.model(first['model.name'])} on {first['spec.n_train']:,.0f} "
         f"samples take **{_duration(minutes[in_turns.STACK])}** on one "
         f"{spoken.card(first['env.gpu'])} with {spoken.variant(in_turns.STACK)}, "
         f"{' and '.join(beside)}."
     )
-    return sentence, _source_of_measured(whole)
 
 
 def _duration(minutes: float) -> str:
@@ -454,10 +472,13 @@ def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str
         f'*F1:* at the best threshold for "no answer"; at threshold 0 it is {at_zero}. Both are '
         f"means over {seeds} seeds with {LEVEL} % intervals, group {scored['group'].iloc[0]}."
     )
+    model = timed["model.name"].iloc[0]
+    mean = ""
+    if scored["model.name"].iloc[0] == model:
+        mean = f"is **{by_seed(scored, BEST_F1)[in_turns.STACK].mean():.1f}** and "
     finding = (
-        f"Its F1 differs by **{gain(difference, half)}** from that of "
-        f"{spoken.variant(in_turns.PLAIN)}, measured "
-        f"{_on_which(scored, timed['model.name'].iloc[0])}"
+        f"Its F1 {mean}differs by **{gain(difference, half)}** from that of "
+        f"{spoken.variant(in_turns.PLAIN)}, measured {_on_which(scored, model)}"
     )
     if abs(difference) <= half:
         finding += ": no difference is shown"

@@ -164,12 +164,29 @@ def finding(blocks: pd.DataFrame) -> str:
         f"as {spoken.VARIANTS[PLAIN]}** ({PLAIN})"
     )
     if TUNED_TRAINER in table.index:
-        trainer = table.loc[TUNED_TRAINER]
-        text += (
-            f" and {number(trainer['lead'])} times as fast as {spoken.variant(TUNED_TRAINER)}, "
-            f"whose GPU works for {percent(trainer['kernel_ms'] / trainer['step_ms'])} of a step"
-        )
+        text += f" and {_over_trainer(table)}"
     return f"{text}."
+
+
+def finding_beside(blocks: pd.DataFrame, of_trainer: pd.DataFrame) -> str:
+    """Return `finding` of blocks, with the lead over the tuned Trainer where others have it.
+
+    Both are those of `largest_part`. `of_trainer` may be of another model.
+    """
+    table = lead_table(of_trainer)
+    if TUNED_TRAINER in lead_table(blocks).index or TUNED_TRAINER not in table.index:
+        return finding(blocks)
+    model = spoken.model(of_trainer["model.name"].iloc[0])
+    return f"{finding(blocks)} {model} it trains {_over_trainer(table)}."
+
+
+def _over_trainer(table: pd.DataFrame) -> str:
+    """Return the lead over the tuned Trainer in words, and how busy that keeps its GPU."""
+    trainer = table.loc[TUNED_TRAINER]
+    return (
+        f"{number(trainer['lead'])} times as fast as {spoken.variant(TUNED_TRAINER)}, "
+        f"whose GPU works for {percent(trainer['kernel_ms'] / trainer['step_ms'])} of a step"
+    )
 
 
 def _in_words(table: pd.DataFrame) -> pd.DataFrame:

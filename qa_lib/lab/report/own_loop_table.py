@@ -28,6 +28,7 @@ WAYS = {
     ALL: "all that, as one CUDA graph",
     FAST: "`FastTrainer`",
 }
+ALONE = ("speed_up", "packing", "masters")  # ways that lack the graph
 TASKS = {"pairs": "pairs of sentences", "paragraphs": "paragraphs", "labels": "token labels"}
 MODELS = {"base": "BERT-base", "modernbert": "ModernBERT-base", "tiny": "a tiny BERT"}
 # A way and samples in a step -> how often it is to be as fast as the tuned Trainer.
@@ -59,6 +60,7 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     first = shown.iloc[0]
     finding = finding_of(ways, spoken.card(first["card"]))
     goals = [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])]
+    slower = slower_sentence(ways)
     steps = "–".join(map(str, sorted({shown["steps"].min(), shown["steps"].max()})))
     sittings = shown["sitting"].nunique()
     source = (
@@ -67,9 +69,9 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
         f"{spoken.card(first['card'])} with torch {first['torch']}, transformers "
         f"{first['transformers']}, code {first['code'][:7]}. Ratios are of turns in one round. "
         "Weights and tokens are random; tokens/s are without padding. Kernels' ms are of "
-        "a step, from a profiler."
+        "a step, from a profiler: without what the GPU waits for the host."
     )
-    parts = [" ".join([finding, *goals]).strip(), markdown(in_words(ways), LEFT), source]
+    parts = [" ".join([finding, *goals]).strip(), slower, markdown(in_words(ways), LEFT), source]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -172,11 +174,14 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
 
     "" where neither was measured beside it.
     """
-    for column, other in (("over_tuned", "the tuned Trainer's"), ("over_loop", "a plain loop's")):
+    for column, way, other in (
+        ("over_tuned", TUNED, "the tuned Trainer's"),
+        ("over_loop", LOOP, "a plain loop's"),
+    ):
         compared = ways[(ways["way"] == ALL) & ways[column].notna()]
         if len(compared):
             said = [
-                f"{factor(getattr(line, column))} for {_place(line)}"
+                f"{factor(getattr(line, column))} for {_place(line)}{_by_kernels(ways, line, way)}"
                 for line in compared.itertuples()
             ]
             return (
@@ -184,6 +189,38 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
                 f"by samples in a step: {', '.join(said)}.**"
             )
     return ""
+
+
+def _by_kernels(ways: pd.DataFrame, line, other: str) -> str:
+    """Return a line's lead over another way of its part by kernel time, in brackets, if known."""
+    in_part = (ways[PART] == [getattr(line, name) for name in PART]).all(axis=1)
+    of_other = ways.loc[in_part & (ways["way"] == other), "kernel_ms"]
+    ratio = of_other.iloc[0] / line.kernel_ms
+    return "" if pd.isna(ratio) else f" ({factor(ratio)} by kernels)"
+
+
+def slower_sentence(ways: pd.DataFrame) -> str:
+    """Return which techniques alone lost to the plain loop, and what their kernels say.
+
+    "" where none did.
+    """
+    plain = ways[ways["way"] == LOOP].set_index(PART)["kernel_ms"]
+    said = []
+    for line in ways[ways["over_loop"] < 1].itertuples():
+        if line.way not in ALONE:
+            continue
+        of_loop = plain[tuple(getattr(line, name) for name in PART)]
+        text = f"{WAYS[line.way]}, {factor(line.over_loop)} for {_place(line)}"
+        if not pd.isna(line.kernel_ms + of_loop):
+            text += f" ({number(line.kernel_ms)} ms of kernels for {number(of_loop)})"
+        said.append(text)
+    if not said:
+        return ""
+    return (
+        f"**Without the graph some lose to the plain loop:** {'; '.join(said)}. Python starts our "
+        "kernels one by one, for which a slow host takes longer than for PyTorch's own. "
+        "`GraphedStep` replays them without Python."
+    )
 
 
 def _place(line) -> str:
