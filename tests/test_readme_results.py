@@ -8,7 +8,15 @@ import pandas as pd
 import pytest
 
 from qa_lib.__main__ import main
-from qa_lib.lab.report import cli, evidence, headline, in_turns, readme, variants_table
+from qa_lib.lab.report import (
+    cli,
+    evidence,
+    headline,
+    in_turns,
+    readme,
+    variants_table,
+    whole_trainings,
+)
 from qa_lib.lab.report.evidence import select
 from qa_lib.lab.report.format import gain
 from qa_lib.lab.report.stats import BEST_F1, by_seed, compare
@@ -177,7 +185,7 @@ OF_MPNET = {
 }
 
 
-def whole_trainings(every, variant, count, **more):
+def mpnet_trainings(every, variant, count, **more):
     """Trainings of MPNet-base that began cold on an H200, with these columns."""
     whole = every[every["group"] == "h100-80gb-hbm3-minutes"].iloc[[0] * count]
     columns = {
@@ -210,9 +218,9 @@ def test_the_first_screen_has_the_time_of_the_largest_model_that_both_trained_wh
     every = pd.concat(
         [
             every,
-            whole_trainings(every, in_turns.STACK, 3),
-            whole_trainings(every, in_turns.PLAIN, count, **{"time.notebook_s": 150.0}),
-            whole_trainings(every, in_turns.STACK, 3, **larger),
+            mpnet_trainings(every, in_turns.STACK, 3),
+            mpnet_trainings(every, in_turns.PLAIN, count, **{"time.notebook_s": 150.0}),
+            mpnet_trainings(every, in_turns.STACK, 3, **larger),
         ],
         ignore_index=True,
     )
@@ -235,7 +243,7 @@ def test_the_first_screen_speaks_of_one_model_where_its_time_lead_and_f1_are_kno
     every = pd.concat(
         [
             every,
-            *(whole_trainings(every, name, 3) for name in of_both),
+            *(mpnet_trainings(every, name, 3) for name in of_both),
             timed[timed["spec.variant"].isin(of_both)].assign(**OF_MPNET),
             scored[scored["spec.variant"].isin(of_both)].assign(**OF_MPNET),
         ],
@@ -401,7 +409,7 @@ def whole_runs(*rows):
 def minutes_of(*rows):
     """The minutes of those of the runs that count beside a group on an H200."""
     runs = whole_runs(*rows)
-    return headline._whole_trainings(runs, whole_runs({}))["minutes"].tolist()
+    return whole_trainings.like(runs, whole_runs({}))["minutes"].tolist()
 
 
 def test_a_whole_training_is_timed_from_its_process_or_else_by_the_run():

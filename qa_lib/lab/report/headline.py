@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, in_turns, rivals, spoken
+from qa_lib.lab.report import evidence, in_turns, rivals, spoken, whole_trainings
 from qa_lib.lab.report.figures import picture_link, timed
 from qa_lib.lab.report.format import gain, number
 from qa_lib.lab.report.stats import (
@@ -27,7 +27,6 @@ from qa_lib.lab.report.summary import summary
 from qa_lib.spec.variants import RECOMMENDED, VARIANTS, tagged
 
 FEW_MINUTES = 2
-ENOUGH_TRAININGS = 3  # of each variant, for the time that README.md begins with
 PROJECTED = 32  # the micro-batch at whose speed a full training is projected
 
 
@@ -50,7 +49,7 @@ def first_screen(runs: pd.DataFrame, group: str, figures: Path) -> str:
     timed = blocks
     lead = in_turns.finding(blocks)
     try:
-        whole = _whole_trainings_of_stack(runs)
+        whole = whole_trainings.of_stack(runs)
     except evidence.NotMeasured:
         minutes, source_of_minutes = _minutes(runs, chosen[chosen["model.name"] == model])
     else:
@@ -119,7 +118,7 @@ def shown_model(runs: pd.DataFrame, group: str) -> str:
     chosen = evidence.select(runs, group)
     is_recommended = chosen["spec.variant"] == RECOMMENDED
     on_card = runs["spec.hardware"].isin(chosen["spec.hardware"])
-    whole = runs[_is_whole(runs) & on_card & (runs["spec.variant"] == RECOMMENDED)]
+    whole = runs[whole_trainings.are_whole(runs) & on_card & (runs["spec.variant"] == RECOMMENDED)]
     complete = chosen[
         is_recommended
         & chosen["model.name"].isin(_scored(runs, group)["model.name"])
@@ -214,7 +213,7 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
 
     Raises NotMeasured where one of them has not even a speed.
     """
-    whole = _whole_trainings(runs, chosen)
+    whole = whole_trainings.like(runs, chosen)
     minutes = whole.groupby("spec.variant")["minutes"].mean()
     if RECOMMENDED in minutes and _has_trainer(minutes):
         sentence = _minutes_sentence(minutes, chosen)
@@ -233,34 +232,10 @@ def _minutes(runs: pd.DataFrame, chosen: pd.DataFrame) -> tuple[str, str]:
     return f"{_minutes_sentence(minutes, chosen)} Projected.", _source_of_projected(table)
 
 
-def _whole_trainings_of_stack(runs: pd.DataFrame) -> pd.DataFrame:
-    """Return whole trainings by the stack and by plain PyTorch, ENOUGH_TRAININGS or more of each.
-
-    Each had a process of its own with nothing compiled before. They are of one card, and of the
-    largest model that has so many. See `_whole_trainings` for the columns that are new.
-
-    Raises NotMeasured where there is no such model.
-    """
-    # A process that had served another run before had imported everything already.
-    began_cold = runs["time.compile_cached"].eq(False) & runs["time.first_step_s"].notna()
-    whole = runs[_is_whole(runs) & began_cold]
-    parts = {}
-    for _, part in whole.groupby(["spec.hardware", "model.name"]):
-        timed = _with_minutes(part)
-        counts = timed["spec.variant"].value_counts()
-        if counts.reindex([in_turns.STACK, in_turns.PLAIN]).min(skipna=False) >= ENOUGH_TRAININGS:
-            parts[timed["model.params_total"].iloc[0]] = timed
-    if not parts:
-        raise evidence.NotMeasured(
-            f"no model was trained whole by the stack and by plain PyTorch {ENOUGH_TRAININGS} times"
-        )
-    return parts[max(parts)]
-
-
 def _minutes_of_stack(whole: pd.DataFrame) -> str:
     """Return how long the stack in 8 bits and plain PyTorch train, in a sentence.
 
-    `whole` is what `_whole_trainings_of_stack` returns.
+    `whole` is what `whole_trainings.of_stack` returns.
     """
     first = whole.iloc[0]
     minutes = whole.groupby("spec.variant")["minutes"].mean()
@@ -374,50 +349,6 @@ def _compilation(lines: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
     cold_s = lines["compile_s"].astype(float)
     warm_s = lines["warm_compile_s"].astype(float)
     return cold_s.fillna(warm_s).mask(is_eager, 0.0), is_eager | cold_s.notna()
-
-
-def _whole_trainings(runs: pd.DataFrame, chosen: pd.DataFrame) -> pd.DataFrame:
-    """Return the runs that trained as a user would, whole and with nothing compiled before.
-
-    They are on the hardware and of the model of `chosen`, the runs of one group and model, and on
-    the most samples that any such run had. Each trained for FULL_EPOCHS, or for one epoch, which
-    stands for them all.
-
-    Columns beside those of `runs`: times, by which the time after the start is multiplied
-    (FULL_EPOCHS for a run of one epoch, else 1), and minutes.
-    """
-    trains_all = chosen["spec.variant"].isin([BASELINE, RECOMMENDED])
-    is_alike = runs["model.params_total"].isin(chosen.loc[trains_all, "model.params_total"])
-    is_alike &= runs["spec.hardware"].isin(chosen["spec.hardware"])
-    return _with_minutes(runs[is_alike & _is_whole(runs)])
-
-
-def _with_minutes(whole: pd.DataFrame) -> pd.DataFrame:
-    """Return those runs whose time is known and that had the most samples.
-
-    `whole` are runs that trained whole. See `_whole_trainings` for the columns that are new.
-    """
-    columns = {"process": "time.notebook_s", "run": "time.wall_s", "start": "time.first_step_s"}
-    seconds = evidence.numbers(whole, columns)
-    one_run = seconds["process"].fillna(seconds["run"])
-    times = evidence.FULL_EPOCHS / whole[evidence.EPOCHS].astype(float)
-    # A training starts once, however many epochs it has.
-    spent = times * one_run - (times - 1) * seconds["start"].fillna(0.0)
-    # Runs of one epoch and of three are compared, so that the axis must not tell them apart.
-    whole = whole.assign(times=times, minutes=spent / 60, training="").dropna(subset="minutes")
-    most_samples = whole["spec.n_train"] == whole["spec.n_train"].max()
-    return evidence.largest_micro_batch(whole[most_samples])
-
-
-def _is_whole(runs: pd.DataFrame) -> pd.Series:
-    """Return which runs trained whole, with nothing compiled before."""
-    return (
-        runs["status"].eq("ok")
-        & runs[evidence.EPOCHS].isin([1, evidence.FULL_EPOCHS])
-        & runs["spec.search"].eq("")
-        & runs["time.resumed_from_step"].isna()
-        & ~evidence.found_compiled(runs)
-    )
 
 
 # Quality, and what is open.

@@ -18,6 +18,7 @@ from qa_lib.lab.report.counters import kernel_use
 from qa_lib.lab.report.figures import picture_link, speed_finding, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import first_screen, folded, judged
+from qa_lib.lab.report.one_network import one_network
 from qa_lib.lab.report.own_loop_table import own_loop
 from qa_lib.lab.report.stats import LEVEL, by_seed, interval
 from qa_lib.lab.report.tables import compact, markdown
@@ -374,6 +375,7 @@ def _group_line(name: str, runs: pd.DataFrame) -> dict[str, str]:
 BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "headline": first_screen,
     "beside": beside,
+    "network": one_network,
     "techniques": techniques,
     "variants": variants,
     "several": several,
