@@ -113,9 +113,9 @@ def test_the_kernels_are_gelu_and_its_derivative(rows, width, dtype, error, tanh
 def test_the_operators_are_what_the_compiler_takes_them_for(factor):
     checks = ("test_schema", "test_faketensor")
     grad, *inputs = drawn(4, 32)
-    library.opcheck(gelus._gelu_forward, (*inputs, factor), test_utils=checks)
-    library.opcheck(gelus._gelu_backward, (grad, *inputs, factor), test_utils=checks)
-    library.opcheck(gelus._gelu_backward_turned, (grad, *inputs), test_utils=checks)
+    library.opcheck(gelus._gelu_forward.operator, (*inputs, factor), test_utils=checks)
+    library.opcheck(gelus._gelu_backward.operator, (grad, *inputs, factor), test_utils=checks)
+    library.opcheck(gelus._gelu_backward_turned.operator, (grad, *inputs), test_utils=checks)
 
 
 FACTOR = 2.0**10

@@ -7,7 +7,7 @@ import pytest
 
 from qa_lib.lab.report import evidence, one_network
 from qa_lib.lab.report.in_turns import PLAIN, STACK, STACK_16_BITS
-from qa_lib.lab.report.stats import BEST_EXACT, BEST_F1
+from qa_lib.lab.report.stats import BEST_EXACT, BEST_F1, F1
 from tests.material import committed
 from tests.test_in_turns import cells_of, run
 
@@ -36,7 +36,7 @@ def timed(name, seed):
 
 def trained(name, seed, f1, **more):
     """A whole training that was scored; it took 100 s, of which 60 s trained."""
-    scores = {BEST_F1: f1, BEST_EXACT: f1 - 3.0}
+    scores = {BEST_F1: f1, F1: f1 - 1.0, BEST_EXACT: f1 - 3.0}
     times = {"time.notebook_s": 100.0, "time.train_s": 60.0}
     quality = {"spec.preset.name": "quality", "group": "h200-quality"}
     return run(name, seed, None, None, **MPNET | quality | scores | times | more)
@@ -64,19 +64,21 @@ def test_a_row_has_what_was_measured_of_a_variant():
         "s to the score",
         "s of it training",
         "F1",
+        "F1 at threshold 0",
         "exact match",
     ]
+    assert rows[1][0] == "plain PyTorch, not searched for this network (E-searched)"
     by_name = {row[0].rpartition("(")[2].rstrip(")"): row[1:] for row in rows}
     assert list(by_name) == ["A1", PLAIN, STACK_16_BITS, STACK]
-    assert by_name["A1"] == ["–", "–", "–", "–", "–", "79.00 (2)", "76.00 (2)"]
+    assert by_name["A1"] == ["–"] * 5 + ["79.00 (2)", "78.00 (2)", "76.00 (2)"]
     assert by_name[PLAIN] == [
-        *("2,000 (3)", "5.00", "×2.00 ± 0.00"),
-        *("100 (1)", "60.0 (1)", "81.00 (1)", "78.00 (1)"),
+        *("2,000 (3)", "5.00", "–"),
+        *("100 (1)", "60.0 (1)", "81.00 (1)", "80.00 (1)", "78.00 (1)"),
     ]
-    assert by_name[STACK_16_BITS][3:] == ["–"] * 4
+    assert by_name[STACK_16_BITS][2:] == ["×1.11 ± 0.00"] + ["–"] * 5
     assert by_name[STACK] == [
         *("4,000 (3)", "2.50", "–"),
-        *("100 (3)", "60.0 (3)", "81.00 ± 1.69 (3)", "78.00 ± 1.69 (3)"),
+        *("100 (3)", "60.0 (3)", "81.00 ± 1.69 (3)", "80.00 ± 1.69 (3)", "78.00 ± 1.69 (3)"),
     ]
 
 
@@ -102,5 +104,5 @@ def test_a_model_that_was_not_timed_in_turns_is_not_shown():
 
 def test_the_committed_records_have_such_a_network():
     text = one_network.one_network(committed(), "", Path("figures"))
-    assert "MPNet-base with its pretrained weights on one H200, 32 samples of squad-large" in text
+    assert "MPNet-base with its pretrained weights on one H200, 32 samples of half of SQuAD" in text
     assert "The reference project reports F1 76.62 and exact match 73.21 for its A1" in text

@@ -100,19 +100,19 @@ def test_the_block_has_finding_goals_and_table(block):
         "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed "
         "and by samples in a step: ×3.10 for paragraphs at 32 (×1.00 by kernels).** The goal of "
         "×3.00 over the tuned Trainer for the loop at 32 samples: reached for paragraphs (×3.10). "
-        "The goal of ×1.50 over the tuned Trainer for `FastTrainer` at 32 samples: missed for "
-        "paragraphs (×1.40)."
+        "The goal of ×1.50 over the tuned Trainer for `FastTrainer(cuda_graph=True)` at 32 "
+        "samples: missed for paragraphs (×1.40)."
     )
     assert "× the tuned Trainer" in header
     assert rows[1].startswith("| paragraphs, BERT-base, 32 in a step | a plain loop (loop) | 500")
     assert rows[3].startswith("|  | all that, as one CUDA graph (all) | 3,100\u00a0(3,100–6,200) |")
-    assert "of 100 steps each, in turns, in one sitting" in rows[-1]
+    assert "of 100 steps each, in turns, in one call of the bench" in rows[-1]
 
 
 def test_parts_may_have_turns_of_other_lengths(block):
     longer = [one | {"batch": 128, "steps": 200, "sitting": "2026-11-28T21:00"} for one in LINES]
     text = block([*LINES, *longer])
-    assert "of 100–200 steps each, in turns, in 2 sittings" in text
+    assert "of 100–200 steps each, in turns, in 2 calls" in text
     assert "The goal of ×1.60 over the tuned Trainer for the loop at 128 samples: reached" in text
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qa_lib.kernels import common
 from tests.material import python
@@ -120,9 +121,41 @@ def test_an_operator_tells_shapes_by_what_it_does():
             return x.new_empty(2 * len(x))
         return torch.cat([x, x])
 
-    library.opcheck(doubled, (torch.ones(3),), test_utils=("test_schema", "test_faketensor"))
+    library.opcheck(
+        doubled.operator, (torch.ones(3),), test_utils=("test_schema", "test_faketensor")
+    )
     compiled_doubled = torch.compile(doubled, backend="aot_eager", fullgraph=True)
     assert compiled_doubled(torch.ones(3)).tolist() == [1.0] * 6
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of all operators that are called."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.names.append(str(function))
+        return function(*args, **kwargs or {})
+
+
+def test_a_call_goes_around_its_operator_unless_autograd_or_a_mode_watches():
+    @common.custom_op("qa_lib_tests::twice")
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def is_operator() -> bool:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            twice(torch.ones(3))
+        return "qa_lib_tests::twice" in {event.key for event in profile.key_averages()}
+
+    assert is_operator()
+    with torch.no_grad():
+        assert not is_operator()
+        with Seen() as seen:
+            twice(torch.ones(3))
+    assert "qa_lib_tests.twice.default" in seen.names
 
 
 KERNELS = [

@@ -197,7 +197,7 @@ def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
     qkv, _, cu_seqlens, seed = drawn([20, 3])
     bias = torch.zeros(96, device=DEVICE, requires_grad=True) if has_bias else None
     arguments = (qkv.requires_grad_(), bias, cu_seqlens, seed, 64, 0.1, SCALE)
-    library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+    library.opcheck(varlen._attention.operator, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None), alone=False):
@@ -534,6 +534,45 @@ def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorc
     assert frozen.grad is None
 
 
+def assert_equal_around_the_operator(qkv, grad, cu_seqlens, seed, longest, alone, relative=None):
+    """Results and gradients are the operator's; `alone` is None without an 8-bit copy."""
+
+    def results(attention):
+        leaves = [t.clone().requires_grad_() for t in with_bias(qkv)]
+        of_distances = (None, None, None)
+        if relative is not None:
+            weight = relative.weight.detach().clone().requires_grad_()
+            of_distances = (weight, *relative[1:])
+            leaves.append(weight)
+        placeholder = None
+        if alone is not None:
+            placeholder = fp8.placeholder_of(qkv.flatten(1)).requires_grad_()
+            leaves.append(placeholder)
+        inputs = (*leaves[:2], cu_seqlens, seed, longest, 0.25, SCALE, False, *of_distances)
+        output, *_, output8 = attention(*inputs, placeholder, bool(alone))
+        gradients = torch.autograd.grad(output, leaves, grad, allow_unused=True)
+        return output, output8, *gradients
+
+    found = results(varlen._Uncompiled.apply)
+    for one, other in zip(found, results(varlen._attention.operator), strict=True):
+        assert (one is None and other is None) or torch.equal(one, other)
+
+
+COPIES = pytest.mark.parametrize("alone", [None, False, True], ids=["none", "copy", "copy alone"])
+
+
+@COPIES
+def test_attention_around_the_operator_has_the_operators_results(alone, kernels_in_pytorch):
+    inputs = [tensor.cpu() for tensor in drawn([5, 0, 9])]
+    assert_equal_around_the_operator(*inputs, LONGEST, alone)
+
+
+@pytest.mark.triton
+@COPIES
+def test_around_the_operator_a_bias_by_distance_has_its_gradient(alone):
+    assert_equal_around_the_operator(*drawn([5, 0, 9]), 9, alone, relative_of())
+
+
 # A model's own rates.
 
 
@@ -681,7 +720,7 @@ def test_the_operator_with_a_bias_by_distance_is_what_the_compiler_takes_it_for(
     weight, *others = relative_of()
     arguments = (qkv.requires_grad_(), None, cu_seqlens, seed, 64, 0.1, SCALE, False)
     arguments = (*arguments, weight.requires_grad_(), *others)
-    library.opcheck(varlen._attention, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
+    library.opcheck(varlen._attention.operator, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
 def test_the_reference_adds_the_bias_of_each_distance_to_the_scaled_scores():

@@ -25,6 +25,7 @@ another's, so that results are equal in every run. It is for GPUs of compute cap
 newer.
 """
 
+import functools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -34,6 +35,7 @@ from types import SimpleNamespace
 import torch
 from torch import library
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 try:
     import triton.language as tl
@@ -74,15 +76,33 @@ def custom_op(name: str) -> Callable:
     """Make the decorated function, which launches kernels, a custom operator of that name.
 
     PyTorch's compiler does not look into it, and calls the function itself, on fake tensors, to
-    learn the shapes and types that it returns.
+    learn the shapes and types that it returns. The operator is the decorated function's `operator`.
+    A call goes around it where nothing needs it: PyTorch's way through an operator takes a CPU as
+    long as the function with its launch does.
     """
 
     def decorate(function):
-        op = library.custom_op(name, function, mutates_args=())
-        op.register_fake(function)
-        return op
+        operator = library.custom_op(name, function, mutates_args=())
+        operator.register_fake(function)
+
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            if torch.compiler.is_compiling() or _is_watched():
+                return operator(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        call.operator = operator
+        return call
 
     return decorate
+
+
+def _is_watched() -> bool:
+    """Return whether autograd records calls of operators, or a mode such as tracing sees them.
+
+    Within a pass of an autograd.Function nothing is recorded.
+    """
+    return torch.is_grad_enabled() or is_in_torch_dispatch_mode()
 
 
 def is_fake(tensor: torch.Tensor) -> bool:

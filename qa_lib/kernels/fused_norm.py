@@ -319,7 +319,7 @@ def _gradients(ctx, grad, other, copies, copy_alone):
     return (x_grad, bias_grad, residual_grad, gamma_grad, beta_grad), x_grad8
 
 
-_norm.register_autograd(_backward, setup_context=_setup_context)
+_norm.operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _power_of_2(size: int) -> int:

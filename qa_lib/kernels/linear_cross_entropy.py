@@ -156,7 +156,7 @@ def _backward(ctx, grad, *_):
     return hidden_grad * grad, weight_grad * grad, None, None
 
 
-_loss.register_autograd(_backward, setup_context=_setup_context)
+_loss.operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 @jit

@@ -129,9 +129,11 @@ def varlen_attention(
             relative=relative,
         )
     of_distances = (None, None, None) if relative is None else relative
-    output, *_ = _attention(
-        qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances
-    )
+    inputs = (qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances)
+    if torch.compiler.is_compiling():
+        output, *_ = _attention(*inputs)
+    else:
+        output, _ = _Uncompiled.apply(*inputs, None, False)
     return output
 
 
@@ -161,7 +163,7 @@ def varlen_attention_and_copy(
         )
         return output, None
     of_distances = (None, None, None) if relative is None else relative
-    output, _, output8 = _attention(
+    output, output8 = _Uncompiled.apply(
         qkv,
         bias,
         cu_seqlens,
@@ -175,6 +177,23 @@ def varlen_attention_and_copy(
         grad8_alone,
     )
     return output, output8.view(torch.float8_e4m3fn)
+
+
+class _Uncompiled(torch.autograd.Function):
+    """Attention's output and its copy, without the operator around `_attention`.
+
+    kernels/common.py says what that spares. `_attention`'s arguments have to be there all.
+    """
+
+    @staticmethod
+    def forward(ctx, *inputs):
+        output, logsumexp, output8 = _attention(*inputs)
+        _setup_context(ctx, inputs, (output, logsumexp, output8))
+        return output, output8
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        return _backward(ctx, grad, None, None)
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
@@ -490,7 +509,7 @@ def _backward(ctx, grad, _, __):
     return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8, None
 
 
-_attention.register_autograd(_backward, setup_context=_setup_context)
+_attention.operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 # The kernels. A program has one block of tokens of one head of one segment. Grids are (blocks,

@@ -129,7 +129,7 @@ def _backward(ctx, grad):
     return _linear_backward(grad, packed, scales, ctx.width), None, None, None
 
 
-_linear.register_autograd(_backward, setup_context=_setup_context)
+_linear.operator.register_autograd(_backward, setup_context=_setup_context)
 
 
 def use_nf4(model: nn.Module, compute: torch.dtype) -> None:

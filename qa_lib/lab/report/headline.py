@@ -382,7 +382,8 @@ def _kept(runs: pd.DataFrame, group: str) -> tuple[str, list[str]]:
         f"Both are means over {compared['n']} seeds with {LEVEL} % intervals, "
         f"{evidence.groups_of(both)}."
     )
-    return f"F1 {finding}: **{at_best}**, measured {on_which}.", [source]
+    recommended = spoken.variant(RECOMMENDED)
+    return f"The F1 of {recommended} {finding}: **{at_best}**, measured {on_which}.", [source]
 
 
 def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str]]:

@@ -52,11 +52,13 @@ def beside_rivals(runs: pd.DataFrame) -> str:
     first = at_size.iloc[0]
     size = first["micro_batch"]
     source = (
-        f"Runs in turns on one {spoken.card(first['env.gpu'])}: {size} samples of {first['data']} "
-        f"in a forward pass, {spoken.model(first['model.name'])} with random weights, group "
-        f"{first['group']}, code {evidence.commits(at_size)}. Leads are means over blocks that "
-        f"have both, with {LEVEL} % intervals from three blocks on. By kernels: the time for which "
-        "a step's kernels run, without what the GPU waits for the host."
+        f"Runs in turns on one {spoken.card(first['env.gpu'])}: {size} samples of "
+        f"{spoken.training_set(first['data'])} in a forward pass, "
+        f"{spoken.model(first['model.name'])} with random weights, group {first['group']}, code "
+        f"{evidence.commits(at_size)}. A block is runs one after the other, each variant once. "
+        f"Leads are means over blocks that have both, with {LEVEL} % intervals from three "
+        "blocks on. By kernels: the time for which a step's kernels run, without what the GPU "
+        "waits for the host."
     )
     paragraphs = [
         f"{finding(at_size)}{_other_sizes(blocks, size)}",
@@ -229,9 +231,11 @@ def f1_table(runs: pd.DataFrame) -> str:
     """Return as Markdown the F1 of the stack less those of 16 bits and of plain PyTorch.
 
     A row has the differences of one variant, with intervals over equal seeds, on all and on
-    answerable questions; a sentence below says of which runs. It is "" if none was scored.
+    answerable questions; sentences below say of which runs, and how far the stack is off at
+    threshold 0. It is "" if none was scored.
     """
     rows: dict[str, dict[str, str]] = {}
+    at_zero = []
     sources = []
     for preset, questions in QUESTIONS.items():
         scored = scored_part(runs, preset)
@@ -248,6 +252,8 @@ def f1_table(runs: pd.DataFrame) -> str:
                 difference = gain(*compare(scored, name, other, BEST_F1))
                 rows.setdefault(name, {"training": spoken.variant(name)})[heading] = difference
                 seeds.add(shared)
+            if name == STACK:
+                at_zero += _at_zero(scored, questions)
         counts = " to ".join(str(count) for count in sorted({min(seeds), max(seeds)}))
         sources.append(
             f"{spoken.model(scored['model.name'].iloc[0])} on {questions}, {counts} equal seeds "
@@ -256,7 +262,20 @@ def f1_table(runs: pd.DataFrame) -> str:
     if not rows:
         return ""
     table = pd.DataFrame(rows.values()).fillna(MISSING)
-    return f"{markdown(table)}\n\nF1 at the best threshold: {'; '.join(sources)}."
+    text = f"{markdown(table)}\n\nF1 at the best threshold: {'; '.join(sources)}."
+    if at_zero:
+        text += f" At threshold 0 {spoken.variant(STACK)} differs by {', '.join(at_zero)}."
+    return text
+
+
+def _at_zero(scored: pd.DataFrame, questions: str) -> list[str]:
+    """Return in words the stack's differences of F1 at threshold 0, with intervals."""
+    known = set(by_seed(scored))
+    return [
+        f"{gain(*compare(scored, STACK, other))} from {SHORT[other]} on {questions}"
+        for other in (STACK_16_BITS, PLAIN)
+        if {STACK, other} <= known
+    ]
 
 
 def scored_part(runs: pd.DataFrame, preset: str = "quality") -> pd.DataFrame:

@@ -26,7 +26,7 @@ WAYS = {
     "packing": "the loop and packing",
     "masters": "both, with masters",
     ALL: "all that, as one CUDA graph",
-    FAST: "`FastTrainer`",
+    FAST: "`FastTrainer(cuda_graph=True)`",
 }
 ALONE = ("speed_up", "packing", "masters")  # ways that lack the graph
 TASKS = {"pairs": "pairs of sentences", "paragraphs": "paragraphs", "labels": "token labels"}
@@ -62,14 +62,15 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     goals = [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])]
     slower = slower_sentence(ways)
     steps = "–".join(map(str, sorted({shown["steps"].min(), shown["steps"].max()})))
-    sittings = shown["sitting"].nunique()
+    calls = shown["sitting"].nunique()
     source = (
         f"Medians over rounds (lowest–highest) of {steps} steps each, in turns, in "
-        f"{'one sitting' if sittings == 1 else f'{sittings} sittings'}, on one "
+        f"{'one call' if calls == 1 else f'{calls} calls'} of the bench, on one "
         f"{spoken.card(first['card'])} with torch {first['torch']}, transformers "
         f"{first['transformers']}, code {first['code'][:7]}. Ratios are of turns in one round. "
         "Weights and tokens are random; tokens/s are without padding. Kernels' ms are of "
-        "a step, from a profiler: without what the GPU waits for the host."
+        "a step, from one profile: without what the GPU waits for the host. With another "
+        "host's CPU the factors are others, and the kernels' times nearly the same."
     )
     parts = [" ".join([finding, *goals]).strip(), slower, markdown(in_words(ways), LEFT), source]
     return "\n\n".join(part for part in parts if part)

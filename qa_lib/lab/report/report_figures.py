@@ -160,8 +160,8 @@ def fig_memory(runs: pd.DataFrame) -> Figure:
     )
     code = style.code(evidence.commits(evidence.largest_micro_batch(runs)))
     notes = [
-        f"Micro-batch {first['micro_batch']}. No variant is both leaner and faster than those on "
-        "the line",
+        f"Micro-batch {first['micro_batch']}",
+        _said_of_front(_front(shown)),
     ]
     unnamed = shown[~_is_named(shown)].sort_values("samples_per_s")["variant"]
     if len(unnamed):
@@ -197,6 +197,13 @@ def _front(shown: pd.DataFrame) -> pd.DataFrame:
     """Return the lines than which none is both leaner and faster, the fastest first."""
     front = shown.sort_values("samples_per_s", ascending=False)
     return front[front["gib"] < front["gib"].cummin().shift(fill_value=math.inf)]
+
+
+def _said_of_front(front: pd.DataFrame) -> str:
+    """Return what the line of `_front` means; it may be a single point, where none is drawn."""
+    if len(front) == 1:
+        return f"{front['variant'].iloc[0]} is the leanest and the fastest"
+    return "No variant is both leaner and faster than those on the line"
 
 
 def _is_named(shown: pd.DataFrame) -> pd.Series:

@@ -84,6 +84,9 @@ DATA = {
     "squad_v2": "SQuAD v2",
 }
 
+# Training sets that are a part of SQuAD v2, where a sentence says of what a run's samples are.
+PARTS = {"squad-large": "half of SQuAD v2's training set (squad-large)"}
+
 
 def variant(name: str) -> str:
     """Return a variant as 'the full stack in 16 bits (E-uncompiled)', or its name alone."""
@@ -109,6 +112,11 @@ def model(name: str) -> str:
 def data(name: str) -> str:
     """Return data as people call them, or their name in records."""
     return DATA.get(name, name)
+
+
+def training_set(name: str) -> str:
+    """Return training data with what they are a part of, or their name in records."""
+    return PARTS.get(name, name)
 
 
 def card(gpu: str) -> str:

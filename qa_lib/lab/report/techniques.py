@@ -100,8 +100,9 @@ class Source:
 
 def source_of(shown: Any) -> Source:
     """Return the lines of a function, method, class, Triton kernel or custom operator."""
-    # Triton keeps a kernel's function as `fn`, and PyTorch a custom operator's as `_init_fn`.
-    for attribute in ("fn", "_init_fn"):
+    # Triton keeps a kernel's function as `fn`, PyTorch a custom operator's as `_init_fn`, and
+    # kernels/common.py an operator's as `__wrapped__`.
+    for attribute in ("fn", "_init_fn", "__wrapped__"):
         shown = getattr(shown, attribute, shown)
     path = Path(inspect.getsourcefile(shown)).relative_to(PACKAGE.parent)
     lines, first = inspect.getsourcelines(shown)
