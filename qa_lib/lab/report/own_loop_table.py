@@ -58,9 +58,11 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     shown = newest_of_most(load_lines(FILE))
     ways = way_lines(shown)
     first = shown.iloc[0]
-    finding = finding_of(ways, spoken.card(first["card"]))
-    goals = [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])]
-    slower = slower_sentence(ways)
+    paragraphs = [
+        [finding_of(ways, spoken.card(first["card"])), waiting_sentence(ways)],
+        [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])],
+        [slower_sentence(ways)],
+    ]
     steps = "–".join(map(str, sorted({shown["steps"].min(), shown["steps"].max()})))
     calls = shown["sitting"].nunique()
     source = (
@@ -72,7 +74,8 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
         "a step, from one profile: without what the GPU waits for the host. With another "
         "host's CPU the factors are others, and the kernels' times nearly the same."
     )
-    parts = [" ".join([finding, *goals]).strip(), slower, markdown(in_words(ways), LEFT), source]
+    said = [" ".join(filter(None, sentences)) for sentences in paragraphs]
+    parts = [*said, markdown(in_words(ways), LEFT), source]
     return "\n\n".join(part for part in parts if part)
 
 
@@ -198,6 +201,26 @@ def _by_kernels(ways: pd.DataFrame, line, other: str) -> str:
     of_other = ways.loc[in_part & (ways["way"] == other), "kernel_ms"]
     ratio = of_other.iloc[0] / line.kernel_ms
     return "" if pd.isna(ratio) else f" ({factor(ratio)} by kernels)"
+
+
+def waiting_sentence(ways: pd.DataFrame) -> str:
+    """Return for how much of its step the tuned Trainer's GPU works where a lead over it is shown.
+
+    "" where that was not measured.
+    """
+    tuned = ways[(ways["way"] == TUNED) & ways["kernel_ms"].notna()]
+    if tuned.empty:
+        return ""
+    step_ms = 1000 * tuned["batch"] / tuned[SPEED]
+    busy = tuned["kernel_ms"] / step_ms
+    said = ", ".join(
+        f"{percent(share)} of its step for {_place(line)}"
+        for share, line in zip(busy, tuned.itertuples(), strict=True)
+    )
+    return (
+        f"The tuned Trainer's GPU works for {said}, and waits for the host else: what the lead is "
+        "above that by kernels comes from this host."
+    )
 
 
 def slower_sentence(ways: pd.DataFrame) -> str:
