@@ -277,8 +277,8 @@ def _source_of_measured(whole: pd.DataFrame) -> str:
     end = "the score" if whole["quality.f1"].notna().all() else "the last step"
     return (
         f"*Minutes:* measured from the command to {end}, with nothing cached, on "
-        f"{first['spec.n_train']:,.0f} samples ({first['data.name']}; all of SQuAD v2 makes "
-        f"{evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
+        f"{first['spec.n_train']:,.0f} samples ({spoken.training_set(first['data.name'])}; all of "
+        f"SQuAD v2 makes {evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
         f"group {first['group']}, code {evidence.commits(whole)}."
     )
 

@@ -85,7 +85,10 @@ DATA = {
 }
 
 # Training sets that are a part of SQuAD v2, where a sentence says of what a run's samples are.
-PARTS = {"squad-large": "half of SQuAD v2's training set (squad-large)"}
+PARTS = {
+    "squad-large": "half of SQuAD v2's training set (squad-large)",
+    "half-of-squad-v2-repeated": "half of SQuAD v2's training set, repeated to the whole's number",
+}
 
 
 def variant(name: str) -> str:
