@@ -99,7 +99,6 @@ def test_a_packed_row_has_the_loss_of_padded_ones(kind, folders):
 
 SAVED = [
     *with_each_encoder("E-norm", "B1-all"),
-    ("E-packed", "distilbert"),
     ("E-packed", "modernbert"),
 ]
 
@@ -137,6 +136,7 @@ def test_the_table_of_parameters_has_every_one_once(kind, folders):
 def test_the_dropouts_of_hidden_states_are_those_of_the_table(kind, folders):
     model = build_model(spec_of("E-dropout", folders[kind]))
     plain = {name for name, module in model.named_modules() if type(module) is torch.nn.Dropout}
+    plain -= {*architectures.ENCODERS[kind].below_head}
     assert all(name.endswith("attention.self.dropout") for name in plain)
     hashed = [module for module in model.modules() if isinstance(module, HashDropout)]
     assert len(hashed) == 5
@@ -271,5 +271,5 @@ def test_adapters_by_berts_names_are_beside_every_linear_layer_of_an_encoder(kin
 
 
 def test_a_run_that_an_encoder_cannot_have_is_skipped_by_a_plan(folders):
-    spec = planned("E-qkv", model=folders["distilbert"], machine=H200)
-    assert spec.skip.startswith("does not fit distilbert: ")
+    spec = planned("E-qkv", model=folders["modernbert"], machine=H200)
+    assert spec.skip.startswith("does not fit modernbert: ")

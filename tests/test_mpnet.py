@@ -19,6 +19,7 @@ from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.meter import MIB
 from qa_lib.model import mpnet
 from qa_lib.model.attention import attention_name, use_varlen_attention
+from qa_lib.model.bert_layers import original_name
 from qa_lib.model.build import build_model
 from qa_lib.model.load import read_config
 from qa_lib.model.packed import Packed
@@ -75,7 +76,7 @@ def ours(original, attention: str):
 def gradients(model) -> dict[str, torch.Tensor]:
     """The gradient of every parameter by the name that transformers' MPNet has for it."""
     return {
-        mpnet.original_name(name): parameter.grad for name, parameter in model.named_parameters()
+        original_name(model, name): parameter.grad for name, parameter in model.named_parameters()
     }
 
 
@@ -233,7 +234,7 @@ def assert_rivals_gradients(peer, model, expected, atol: float = 1e-5) -> None:
         parameter.data = weight.grad
     names = {id(p): name for name, p in model.named_parameters()}
     for gradient, like in of_gradients.pairs(model):
-        name = mpnet.original_name(names[id(like)])
+        name = original_name(model, names[id(like)])
         torch.testing.assert_close(gradient, expected[name], atol=atol, rtol=1e-3, msg=name)
 
 
@@ -477,6 +478,6 @@ def test_packed_samples_take_no_memory_for_a_mask(folder):
 
 def test_the_layers_have_the_activation_of_the_configuration(folder):
     model = MPNetForQuestionAnswering(AutoConfig.from_pretrained(folder, hidden_act="relu"))
-    mpnet.replace_layers(model.mpnet, "sdpa")
+    mpnet.change_backbone(model.mpnet, "sdpa")
     layer = model.get_submodule("mpnet.encoder.layer.0")
     assert isinstance(layer.intermediate.intermediate_act_fn, torch.nn.ReLU)

@@ -104,8 +104,8 @@ def test_the_block_has_finding_goals_and_table(block):
     )
     assert goals == (
         "The goal of ×3.00 over the tuned Trainer for the loop at 32 samples: reached for "
-        "paragraphs (×3.10). The goal of ×1.50 over the tuned Trainer for `FastTrainer(cuda_graph=True)` at 32 "
-        "samples: missed for paragraphs (×1.40)."
+        "paragraphs (×3.10). The goal of ×1.50 over the tuned Trainer for "
+        "`FastTrainer(cuda_graph=True)` at 32 samples: missed for paragraphs (×1.40)."
     )
     assert "× the tuned Trainer" in header
     assert rows[1].startswith("| paragraphs, BERT-base, 32 in a step | a plain loop (loop) | 500")

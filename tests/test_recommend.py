@@ -131,7 +131,7 @@ CHOICES = [
      "on t4, since E-uncompiled needs a GPU of compute capability 8.0 or newer"),
     (T4, "large", "E-t4-norm", 32, "of 14.6 GiB that are free"),
     (T4, "minilm", "E-t4-norm", 32, "predicted: 1."),
-    (T4, "distilbert", "E-graph", 32, "since E-t4 does not fit distilbert: its layers"),
+    (T4, "distilbert", "E-t4-norm", 32, "predicted: 2.4 of 14.6 GiB"),
     (A100, "base", "E-uncompiled", 32,
      "on a100-sxm4-40gb, since E-fp8-gradients needs a GPU of compute capability 8.9"),
     (A100, "large", "E-uncompiled", 32, "of 39.0 GiB"),
@@ -801,7 +801,7 @@ UNLIKE = dataclasses.replace(L4, gpus=2, unlike="NVIDIA L4 and NVIDIA A10")
 CHOICES_OF_SEVERAL = [
     (FOUR_H100, 4, "base", "P-peers-fp8", 8),
     (FOUR_H100, 2, "base", "P-peers-fp8", 16),
-    (FOUR_H100, 2, "distilbert", "P-graph", 16),
+    (FOUR_H100, 2, "distilbert", "P-peers-fp8", 16),
     (TWO_A100, 2, "base", "P-peers", 16),
     (TWO_4090, 2, "base", "P-nccl-fp8", 16),
     (dataclasses.replace(TWO_A100, linked=False), 2, "base", "P-nccl", 16),

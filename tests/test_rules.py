@@ -341,15 +341,7 @@ LACKS = {
     "mpnet": OF_SEPARATE | {"attention": "flash efficient", "parallel": "pipeline tensor"},
     "roberta": OF_SEPARATE | {"engine": "plain searched"},
     "electra": OF_SEPARATE | {"engine": "plain searched"},
-    "distilbert": OF_SEPARATE
-    | {
-        "engine": "plain searched",
-        "qkv": "fused",
-        "norms": "fused",
-        "gelu": "sigmoid",
-        "compile": "regional",
-        "parallel": "pipeline",
-    },
+    "distilbert": OF_SEPARATE | {"engine": "plain searched"},
     "modernbert": OF_SEPARATE
     | {
         "engine": "plain searched",

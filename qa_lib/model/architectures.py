@@ -2,12 +2,12 @@
 
 BERT (Devlin et al. 2018), RoBERTa (Liu et al. 2019) and ELECTRA (Clark et al. 2020) are one
 architecture under three names in transformers, and differ in what is written down here. DistilBERT
-(Sanh et al. 2019) is half of BERT's layers, put together otherwise. ModernBERT (Warner et al. 2024)
-turns queries and keys by their positions, looks at a window around each token in two of three
-layers, has its norms before its linear layers, and gates in place of biases. MPNet (Song et al.
-2020) adds a bias by distance to the attention's scores, and has BERT's layers here
-(model/mpnet.py). GPT-2 (Radford et al. 2019) is the decoder among them: a token sees those before
-it alone, and the head predicts the next token.
+(Sanh et al. 2019) is half of BERT's layers, and MPNet (Song et al. 2020) adds a bias by distance to
+the attention's scores; both have BERT's layers here (model/bert_layers.py). ModernBERT (Warner et
+al. 2024) turns queries and keys by their positions, looks at a window around each token in two of
+three layers, has its norms before its linear layers, and gates in place of biases. GPT-2 (Radford
+et al. 2019) is the decoder among them: a token sees those before it alone, and the head predicts
+the next token.
 
 Whatever changes or counts a part of a model (fused projections, dropout, 8-bit linear layers,
 frozen layers, FLOPs, memory, profiles) finds it by this table, so that another encoder is another
@@ -35,7 +35,7 @@ class Architecture:
     head: str = "qa_outputs"
     # Empty where it is `dropout` in the first of the embeddings.
     embeddings_dropout: str = ""
-    # Modules with weights between the layers and the head.
+    # Modules between the layers and the head.
     below_head: tuple[str, ...] = ()
     # Which of the embeddings is the bias of scores by distance, where there is one: all layers
     # share it.
@@ -81,21 +81,11 @@ ENCODERS = {
         layers="electra.encoder.layer",
         embeddings=("electra.embeddings", "electra.embeddings_project"),
     ),
+    # Names after model/distilbert.py has given it BERT's layers.
     "distilbert": Architecture(
         layers="distilbert.transformer.layer",
         embeddings=("distilbert.embeddings",),
-        self_attention="attention",
-        projections=("q_lin", "k_lin", "v_lin"),
-        attention_output="attention.out_lin",
-        linears=("ffn.lin1", "ffn.lin2"),
-        activation="ffn.activation",
-        dropouts=("ffn.dropout",),
-        adapters={
-            "query": ("q_lin",),
-            "key": ("k_lin",),
-            "value": ("v_lin",),
-            "dense": ("out_lin", "lin1", "lin2"),
-        },
+        below_head=("dropout",),
     ),
     "modernbert": Architecture(
         layers="model.layers",

@@ -25,6 +25,7 @@ from qa_lib.model.architectures import (
     max_positions,
     param_counts,
 )
+from qa_lib.model.bert_layers import plain_state
 from qa_lib.model.hf_checkpoint import (
     ModelFolder,
     find_folder,
@@ -33,7 +34,6 @@ from qa_lib.model.hf_checkpoint import (
     replacing,
 )
 from qa_lib.model.load import as_user_error, load, new_model, read_config
-from qa_lib.model.mpnet import MPNetForQuestionAnswering, plain_state
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
 from qa_lib.model.qat import is_rounding, use_rounding
 from qa_lib.packages import adapters_fault
@@ -285,9 +285,8 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
     attention.split_projections(model)
-    state = plain_state(model) if isinstance(model, MPNetForQuestionAnswering) else None
     with replacing(folder) as work:
-        model.save_pretrained(work, state_dict=state)
+        model.save_pretrained(work, state_dict=plain_state(model))
         tokenizer.save_pretrained(work)
 
 

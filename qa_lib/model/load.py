@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from transformers import AutoConfig, MPNetConfig
+from transformers import AutoConfig, DistilBertConfig, MPNetConfig
 from transformers.utils import logging as transformers_logging
 
 from qa_lib.errors import UserError, first_line
+from qa_lib.model import distilbert, mpnet
 from qa_lib.model.architectures import encoder_of, find_encoder
 from qa_lib.model.hf_checkpoint import QUANTIZED, ModelFolder
-from qa_lib.model.mpnet import use_bert_layers
 from qa_lib.model.qat import fill_quantized, quantize
 
 log = logging.getLogger(__name__)
@@ -101,9 +101,11 @@ def _attention_to_build(config, attention: str) -> str:
 
 
 def _prepare(model, attention: str) -> None:
-    """Give a model that transformers has built what transformers lacks for it, in place."""
+    """Give a model that transformers has built the layers that the lab can change, in place."""
     if isinstance(model.config, MPNetConfig):
-        use_bert_layers(model, attention)
+        mpnet.use_bert_layers(model, attention)
+    elif isinstance(model.config, DistilBertConfig):
+        distilbert.use_bert_layers(model.distilbert, attention)
 
 
 def load(

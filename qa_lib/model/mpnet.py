@@ -6,40 +6,29 @@ Distances share 32 *buckets*, 16 for each direction: one for each distance below
 and from 91 tokens on all have one. There are no token types, and positions count from 2 on.
 
 transformers has eager attention alone for it, in layers whose parts have other names than BERT's.
-`replace_layers` puts its weights into transformers' own BertLayers, which call a kernel of
-attention by its name and give it the arguments that they do not know. The lab's model for questions
-is changed by `use_bert_layers`, and `plain_state` gives its parameters the names of a checkpoint.
-In one's own code (own/speed_up.py) any head stays as it is, and `keep_names` has the model itself
-read and write the checkpoint's names.
+BertLayers in their places (model/bert_layers.py) call a kernel of attention by its name and give it
+the arguments that they do not know. The lab's model for questions is changed by `use_bert_layers`;
+in one's own code (own/speed_up.py) any head stays as it is, over `change_backbone`.
 
 Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
 attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
 it by distance (model/attention.py, kernels/varlen_attention.py).
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import nn
 from transformers.modeling_outputs import BaseModelOutputWithPooling, QuestionAnsweringModelOutput
-from transformers.models.bert.modeling_bert import BertConfig, BertLayer
+from transformers.models.bert.modeling_bert import BertConfig
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import LOG2_E
 from qa_lib.kernels.varlen_attention import RelativeBias, relative_scores
+from qa_lib.model.bert_layers import replace_layers
 
 # Distances of so many tokens and more have the last bucket.
 REACH = 128
-# Names in a layer: transformers' MPNet's, and BERT's. All others are the same.
-NAMES = {
-    "attention.attn.q.": "attention.self.query.",
-    "attention.attn.k.": "attention.self.key.",
-    "attention.attn.v.": "attention.self.value.",
-    "attention.attn.o.": "attention.output.dense.",
-    "attention.LayerNorm.": "attention.output.LayerNorm.",
-}
 
 
 class DistanceBias(nn.Module):
@@ -75,7 +64,7 @@ class DistanceBias(nn.Module):
 
 
 class Encoder(MPNetEncoder):
-    """The layers, after replace_layers."""
+    """The layers, after change_backbone."""
 
     def forward(
         self,
@@ -104,7 +93,7 @@ class Encoder(MPNetEncoder):
 
 
 class MPNetModel(modeling_mpnet.MPNetModel):
-    """Embeddings, layers and what pools their output, after replace_layers.
+    """Embeddings, layers and what pools their output, after change_backbone.
 
     It has the name of transformers' class, which save_pretrained writes into the config.
     """
@@ -179,11 +168,11 @@ def use_bert_layers(model: modeling_mpnet.MPNetForQuestionAnswering, attention: 
     `attention` is the kernel's name in transformers.
     """
     model.config._attn_implementation = attention
-    replace_layers(model.mpnet, attention)
+    change_backbone(model.mpnet, attention)
     model.__class__ = MPNetForQuestionAnswering
 
 
-def replace_layers(backbone: modeling_mpnet.MPNetModel, attention: str) -> None:
+def change_backbone(backbone: modeling_mpnet.MPNetModel, attention: str) -> None:
     """Give an MPNet without its head BERT's layers with its own weights, in place.
 
     `attention` is the kernel's name in transformers, which the layers' own configuration gets.
@@ -200,56 +189,7 @@ def replace_layers(backbone: modeling_mpnet.MPNetModel, attention: str) -> None:
     )
     of_layers._attn_implementation = attention
     encoder = backbone.encoder
-    for number, layer in enumerate(encoder.layer):
-        with torch.device("meta"):
-            new = BertLayer(of_layers)
-        parameters = {_bert_name(name): parameter for name, parameter in layer.named_parameters()}
-        for name, parameter in new.named_parameters():
-            # The new parameter decides whether the one that takes its place trains.
-            parameter.requires_grad_(parameters[name].requires_grad)
-        new.load_state_dict(parameters, assign=True)
-        encoder.layer[number] = new.train(layer.training)
+    replace_layers(encoder.layer, "mpnet", of_layers)
     encoder.relative_attention_bias = DistanceBias(encoder.relative_attention_bias.weight)
     encoder.__class__ = Encoder
     backbone.__class__ = MPNetModel
-
-
-def _bert_name(name: str) -> str:
-    """Return what BERT calls a parameter that transformers' MPNet calls `name`."""
-    for own, berts in NAMES.items():
-        name = name.replace(own, berts)
-    return name
-
-
-def plain_state(model: MPNetForQuestionAnswering) -> dict[str, torch.Tensor]:
-    """Return the state of a model after use_bert_layers by the names of transformers' MPNet."""
-    return {original_name(name): value for name, value in model.state_dict().items()}
-
-
-def original_name(name: str) -> str:
-    """Return what transformers' MPNet calls a parameter that BERT calls `name`."""
-    for own, berts in NAMES.items():
-        name = name.replace(berts, own)
-    return name
-
-
-def keep_names(layer: BertLayer) -> None:
-    """Have the states of one of replace_layers' layers be by the names of transformers' MPNet."""
-    layer.register_state_dict_post_hook(_originals_in_state)
-    layer.register_load_state_dict_pre_hook(_berts_in_state)
-
-
-def _originals_in_state(_layer, state: dict, prefix: str, _metadata) -> None:
-    """Give the parameters of a layer in a state the names of transformers' MPNet."""
-    _rename(state, prefix, original_name)
-
-
-def _berts_in_state(_layer, state: dict, prefix: str, *_) -> None:
-    """Give the parameters of a layer in a state the names of BERT."""
-    _rename(state, prefix, _bert_name)
-
-
-def _rename(state: dict, prefix: str, renamed: Callable[[str], str]) -> None:
-    """Give what begins with `prefix` in a state other names, in place."""
-    for name in [name for name in state if name.startswith(prefix)]:
-        state[prefix + renamed(name.removeprefix(prefix))] = state.pop(name)

@@ -15,7 +15,13 @@ import torch
 from torch.nn import functional as F
 from transformers.modeling_outputs import QuestionAnsweringModelOutput
 
-from qa_lib.model.architectures import embeddings_of, encoder_of, first_position, layers_of
+from qa_lib.model.architectures import (
+    embeddings_of,
+    encoder_of,
+    first_position,
+    heads_of,
+    layers_of,
+)
 from qa_lib.model.attention import Segments
 
 REGION = 3  # layers that are compiled as one
@@ -91,7 +97,7 @@ class ModelStage(torch.nn.Module):
         below = [module for module in embeddings_of(model) if module is not self.relative]
         self.embeddings = torch.nn.ModuleList(below if embeddings else [])
         self.layers = torch.nn.ModuleList(layers)
-        self.head = model.get_submodule(encoder_of(model).head) if head else None
+        self.head = torch.nn.Sequential(*heads_of(model)) if head else None
 
     def forward(
         self,
@@ -106,12 +112,14 @@ class ModelStage(torch.nn.Module):
         **layout,
     ):
         """Return hidden states, or the loss; keywords are those of Packed.forward."""
+        # Some embeddings have no such argument.
+        types = {} if token_type_ids is None else {"token_type_ids": token_type_ids}
         for number, module in enumerate(self.embeddings):
             if number == 0:
                 hidden = module(
                     input_ids=input_ids,
-                    token_type_ids=token_type_ids,
                     position_ids=position_ids + self.first_position,
+                    **types,
                 )
             else:
                 hidden = module(hidden)
@@ -138,7 +146,7 @@ def regions_of(model: torch.nn.Module) -> list[list[torch.nn.Module]]:
     """Return a model's modules by region: the embeddings, every REGION layers, the head."""
     layers = layers_of(model)
     groups = [layers[begin : begin + REGION] for begin in range(0, len(layers), REGION)]
-    return [embeddings_of(model), *groups, [model.get_submodule(encoder_of(model).head)]]
+    return [embeddings_of(model), *groups, heads_of(model)]
 
 
 class RegionalModel(torch.nn.Module):

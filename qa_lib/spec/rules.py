@@ -678,9 +678,7 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
     if settings.by_rival and not has_rival:
         yield "the rivals are a BERT, an MPNet and a GPT-2"
-    if architecture == "distilbert":
-        yield from _distilbert_lacks(settings)
-    elif architecture == "modernbert":
+    if architecture == "modernbert":
         yield from _modernbert_lacks(settings)
     elif architecture == "mpnet":
         yield from _mpnet_lacks(settings)
@@ -691,16 +689,11 @@ def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     if settings.attention_projections == "fp8" and has_separate:
         yield "it is one linear layer of query, key and value that has 8 bits: qkv=fused"
     hands_on_parts = settings.compile == "regional" or settings.parallel == "pipeline"
-    if hands_on_parts and architecture in ("distilbert", "modernbert"):
+    if hands_on_parts and architecture == "modernbert":
         yield (
             "its embeddings and layers take other inputs than BERT's, "
             "which the parts of a model hand on"
         )
-
-
-def _distilbert_lacks(settings: Settings) -> Iterator[str]:
-    if settings.qkv == "fused" or settings.norms == "fused" or settings.gelu == "sigmoid":
-        yield "its layers are put together otherwise than BERT's, whose modules these replace"
 
 
 def _modernbert_lacks(settings: Settings) -> Iterator[str]:

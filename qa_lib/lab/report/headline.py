@@ -278,7 +278,8 @@ def _source_of_measured(whole: pd.DataFrame) -> str:
     return (
         f"*Minutes:* measured from the command to {end}, with nothing cached, on "
         f"{first['spec.n_train']:,.0f} samples ({spoken.training_set(first['data.name'])}; all of "
-        f"SQuAD v2 makes {evidence.FULL_SAMPLES:,}); runs of each: {whole.value_counts('spec.variant').min()}; "
+        f"SQuAD v2 makes {evidence.FULL_SAMPLES:,}); runs of each: "
+        f"{whole.value_counts('spec.variant').min()}; "
         f"group {first['group']}, code {evidence.commits(whole)}."
     )
 

@@ -36,7 +36,11 @@ def fig_scaling(runs: pd.DataFrame) -> Figure:
     base = evidence.baseline(runs)
     title = worded(scaling.speed_finding(lines), runs)
     told = [name for name in variants.unique() if f"({name})" in title]
-    note = worded(f"Perfect: as many times one GPU. Bars are {LEVEL} % intervals", runs)
+    note = worded(
+        f"Perfect: as many times one GPU. Bars are {LEVEL} % intervals, and a point without one is "
+        "a single run",
+        runs,
+    )
     figure = style.group_figure(runs, title, f"{note}. {style.code(evidence.commits(runs))}", 4.8)
     axes = figure.subplots(1, len(panels), sharey=True, squeeze=False)[0]
     looks = style.looks(variants, base, told)
