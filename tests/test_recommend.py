@@ -143,7 +143,7 @@ CHOICES = [
     (H100_WITHOUT_COMPILER, "base", "A2", 32, "since A4 torch.compile needs"),
     (P100_WITHOUT_COMPILER, "large", "A2", 16, "A2 at micro-batch 32 would take 18.0 of 15.9"),
     (RTX_3050, "base", "E-uncompiled", 8, "since E-uncompiled at micro-batch 16 would take 2."),
-    (CPU, "large", "A4", 8, "on cpu, the quickest known"),
+    (CPU, "large", "A4", 8, "on cpu, the first of a list for CPUs"),
     (CPU_WITHOUT_COMPILER, "base", "A2", 8, "since A4 torch.compile needs a C++ compiler"),
 ]  # fmt: skip
 
@@ -673,7 +673,7 @@ def test_a_first_step_that_fails_gives_way_and_the_next_command_begins_there(
     assert max(map(len, of_the_command)) <= 100
     lines = unwrapped(out).splitlines()
     first, second = (line for line in lines if line.startswith("recommended: "))
-    assert first == "recommended: A4 at micro-batch 8 on cpu, the quickest known"
+    assert first == "recommended: A4 at micro-batch 8 on cpu, the first of a list for CPUs"
     assert second.startswith(
         "recommended: A2 at micro-batch 8 on cpu, since A4 failed here at micro-batch 8 ("
     )

@@ -413,8 +413,9 @@ def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str
         f"Its F1 {mean}differs by **{gain(difference, half)}** from that of "
         f"{spoken.variant(in_turns.PLAIN)}, measured {_on_which(scored, model)}"
     )
-    if abs(difference) <= half:
-        finding += ": no difference is shown"
+    lost = half - difference
+    if lost > 0:
+        finding += f": {lost:.2f} at most are lost, by this interval"
     return f"{finding}.", [source]
 
 

@@ -100,6 +100,7 @@ def _table(leads: pd.DataFrame, trained: pd.DataFrame, scored: pd.DataFrame) -> 
     exact = by_seed(scored, BEST_EXACT)
     seconds = (60 * trained["minutes"]).groupby(trained["spec.variant"])
     of_training = trained["time.train_s"].astype(float).groupby(trained["spec.variant"])
+    of_compiler = trained["time.compile_s"].astype(float).groupby(trained["spec.variant"])
     has_no_lead = {in_turns.STACK, *UNSEARCHED}
     rows = []
     for name in in_turns.SHOWN:
@@ -115,6 +116,7 @@ def _table(leads: pd.DataFrame, trained: pd.DataFrame, scored: pd.DataFrame) -> 
             ),
             "s to the score": _mean(seconds, name, number),
             "s of it training": _mean(of_training, name, number),
+            "s of that compiling": _mean(of_compiler, name, number),
             "F1": _score(f1, name),
             "F1 at threshold 0": _score(f1_at_zero, name),
             "exact match": _score(exact, name),
@@ -128,9 +130,9 @@ def _counted(text: str, count: float) -> str:
 
 def _mean(values, name: str, form) -> str:
     """Return the mean of a variant's group of values as text, with how many they are."""
-    if name not in values.groups:
+    of_variant = values.get_group(name).dropna() if name in values.groups else pd.Series()
+    if of_variant.empty:
         return MISSING
-    of_variant = values.get_group(name)
     return _counted(form(of_variant.mean()), len(of_variant))
 
 

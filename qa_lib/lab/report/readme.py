@@ -118,7 +118,7 @@ def _content(block: Callable[..., str], runs: pd.DataFrame, group: str, figures:
     try:
         return block(runs, group, figures)
     except evidence.NotMeasured as reason:
-        return f"What is missing here is not known: {reason}."
+        return f"Not measured yet: {reason}."
 
 
 # The blocks. Each takes the runs of all committed groups, the group that is shown and the folder of

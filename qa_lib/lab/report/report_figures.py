@@ -42,10 +42,9 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     in_order = dict.fromkeys([*told, *tagged("ladder"), *tested.index])
     first = [name for name in in_order if name in tested.index][: max(MOST, len(told))]
     rows = tested[tested.index.isin(first)]
-    is_kept = rows["verdict"].isin(["within", "no worse"])
     title = (
-        f"{_trained_on(runs)}: {is_kept.sum()} of {len(rows)} variants lose less than "
-        f"{MARGIN:g} F1 against {base}, at both thresholds"
+        f"{_trained_on(runs)}, against {base} at both thresholds: "
+        f"{_counted_verdicts(rows['verdict'])}"
     )
     far = "Triangles: beyond the axis, with their F1 at the best threshold and at 0"
     notes = [
@@ -69,6 +68,19 @@ def fig_equivalence(judged: pd.DataFrame) -> Figure:
     axis.set_xlabel(f"F1 minus {base}'s")
     style.legend_of_kinds(axis, rows.index, base)
     return figure
+
+
+def _counted_verdicts(verdicts: pd.Series) -> str:
+    """Return of how many variants it is shown that they lose less than MARGIN, or more, or none."""
+    is_kept = verdicts.isin(["within", "no worse"])
+    is_lost = verdicts == "beyond"
+    is_open = ~is_kept & ~is_lost
+    text = f"{is_kept.sum()} of {len(verdicts)} variants are shown to lose less than {MARGIN:g} F1"
+    if is_lost.any():
+        text += f", {is_lost.sum()} to lose more"
+    if is_open.any():
+        text += f", {is_open.sum()} are open"
+    return text
 
 
 def _trained_on(runs: pd.DataFrame) -> str:

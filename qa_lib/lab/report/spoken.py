@@ -16,7 +16,7 @@ VARIANTS = {
     "A0-defaults": "the Trainer with its defaults",
     "A0-compile": "the compiled Trainer",
     "A0-tuned": "the tuned Trainer",
-    "E-searched": "plain PyTorch at its best",
+    "E-searched": "the quickest plain PyTorch found",
     "E-recompute-8bit": "the leanest full training",
     "E-uncompiled": "the full stack in 16 bits",
     "E-fp8-uncompiled": "the full stack, partly in 8 bits",
@@ -67,7 +67,7 @@ RUNGS = {
     "L-fp8-head": "8 bits, in the head too",
     "L-plain": "an afternoon's plain PyTorch",
     "L-plain-bf16": "plain PyTorch, all in bf16",
-    "L-searched": "plain PyTorch at its best",
+    "L-searched": "the quickest plain PyTorch found",
 }
 
 MODELS = {

@@ -71,7 +71,7 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
         if is_finished:
             reason = "which is finished"
         else:
-            reason = f"since {passed_over[-1][1]}" if passed_over else "the quickest known"
+            reason = f"since {passed_over[-1][1]}" if passed_over else _first_of_list(machine)
             if needed_gib:
                 reason += f"; predicted: {needed_gib:.1f} of {free_gib:.1f} GiB that are free"
         where = f"{spec.world} x {machine.hardware}" if spec.world > 1 else machine.hardware
@@ -88,6 +88,11 @@ def choose(spec: Spec, machine: Machine, runs: str | Path) -> Spec:
         f"{nearest}; end what else holds its memory (nvidia-smi lists it), give a smaller "
         "--model or --max-length, or a variant by its name"
     )
+
+
+def _first_of_list(machine: Machine) -> str:
+    """Return why the first variant of a list is chosen for a machine."""
+    return "the quickest known" if machine.gpus else "the first of a list for CPUs"
 
 
 def _options(spec: Spec, machine: Machine, runs: str | Path) -> list[Spec]:
