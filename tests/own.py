@@ -3,12 +3,14 @@
 import random
 
 import torch
+from tokenizers import Tokenizer, models
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForQuestionAnswering,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedTokenizerFast,
 )
 
 from tests.tiny import SHAPES
@@ -93,3 +95,10 @@ def padded_batch(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 def quiet(_) -> None:
     """Say nothing."""
+
+
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer whose words are the numbers below 100. It pads with token 0."""
+    vocabulary = {str(number): number for number in range(100)}
+    backend = Tokenizer(models.WordLevel(vocabulary, unk_token="3"))
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="0")

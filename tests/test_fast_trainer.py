@@ -6,17 +6,29 @@ import numpy as np
 import pytest
 import torch
 from datasets import Dataset
-from transformers import Trainer, TrainingArguments
+from torch.utils.data import Dataset as TorchDataset
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForTokenClassification,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+)
 
 from qa_lib.own import trainer as own_trainer
-from qa_lib.own.packing import PackedDataset
+from qa_lib.own.packing import PackedCollator, PackedDataset, pack
+from qa_lib.own.speed_up import speed_up
 from qa_lib.own.trainer import CapturedBackward, FastTrainer
+from qa_lib.own.trainer_checks import check_padding
 from qa_lib.train.master_adamw import MasterAdamW
 from tests.material import refused
-from tests.own import HEADS, drawn_samples, padded_batch, quiet, tiny_model
+from tests.own import HEADS, drawn_samples, padded_batch, quiet, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SAMPLES = 16
+TOKENIZER = tiny_tokenizer()
 
 
 def arguments(folder, **options) -> TrainingArguments:
@@ -41,15 +53,19 @@ def data_of(head: str, count: int = SAMPLES) -> Dataset:
 
 def trainer_of(kind, head, folder, count=SAMPLES, **options):
     """A trainer of that class; `options` are its own, and those of its arguments."""
-    own = ("packed", "half_weights", "cuda_graph", "compute_metrics", "say")
+    own = ("packed", "half_weights", "cuda_graph", "optimizers", "optimizer_cls_and_kwargs", "say")
     mine = {name: options.pop(name) for name in own if name in options}
     encoder = options.pop("encoder", "bert")
-    if kind is FastTrainer:
+    model = options.pop("model", None) or tiny_model(encoder, head)
+    collator = DataCollatorWithPadding(TOKENIZER)
+    if head == "tokens":
+        collator = DataCollatorForTokenClassification(TOKENIZER)
+    if issubclass(kind, FastTrainer):
         mine = {"say": quiet} | mine
     return kind(
-        tiny_model(encoder, head),
+        model,
         arguments(folder, **options),
-        data_collator=padded_batch,
+        data_collator=collator,
         train_dataset=data_of(head, count),
         eval_dataset=data_of(head, 10),
         **mine,
@@ -273,7 +289,7 @@ def test_a_captured_training_is_the_uncaptured_one(tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU captures it")
 def test_a_graph_on_a_cpu_is_refused_in_one_line(tmp_path):
     refused(
-        "a step is captured on CUDA alone",
+        r"a step is captured on CUDA alone, .*\(cuda_graph=False\)",
         trainer_of,
         FastTrainer,
         "sequences",
@@ -308,13 +324,331 @@ def test_a_line_says_how_the_training_data_was_packed(tmp_path):
 
 
 def test_the_loader_takes_what_the_arguments_say_of_workers(tmp_path):
-    options = {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 5}
+    options = {
+        "dataloader_num_workers": 2,
+        "dataloader_prefetch_factor": 5,
+        "dataloader_persistent_workers": True,
+    }
     loader = trainer_of(FastTrainer, "sequences", tmp_path, **options).get_train_dataloader()
     assert (loader.num_workers, loader.prefetch_factor) == (2, 5)
+    assert loader.persistent_workers
 
 
 def test_a_graph_of_several_processes_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(own_trainer, "check_capture", lambda device: None)
+    monkeypatch.setattr(own_trainer, "check_capture", lambda *args, **more: None)
     monkeypatch.setattr(TrainingArguments, "world_size", 2)
     said = "cuda_graph is for one process"
     refused(said, trainer_of, FastTrainer, "sequences", tmp_path, cuda_graph=True)
+
+
+# Where MasterAdamW is not the optimizer, weights stay in fp32.
+
+
+class OfItsOwn(FastTrainer):
+    """A trainer that makes its optimizer itself."""
+
+    def create_optimizer(self, *args, **kwargs):
+        if self.optimizer is None:
+            self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-4)
+        return self.optimizer
+
+
+def in_fp32(trainer, said: list[str], why: str) -> None:
+    """Check that a trainer has told why its weights stay in fp32, and that each update counts."""
+    lines = [line for line in said if line.startswith("weights ")]
+    assert lines == [f"weights stay in fp32, under the Trainer's autocast: {why}"]
+    assert trainer.accelerator.mixed_precision == "bf16"
+    before = weights_of(trainer)
+    trainer.train()
+    assert not isinstance(trainer.optimizer.optimizer, MasterAdamW)
+    after = weights_of(trainer)
+    assert {value.dtype for value in after.values() if value.is_floating_point()} == {torch.float32}
+    changed = [(after[name] != before[name]).float().mean() for name in after]
+    assert max(changed) > 0.9, "an update by 1e-4 of a gradient is lost in bf16"
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adafactor"])
+def test_another_optimizer_of_the_arguments_has_weights_in_fp32(optim, tmp_path):
+    said = []
+    options = {"optim": optim, "bf16": True, "learning_rate": 1e-4, "say": said.append}
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, **options)
+    in_fp32(trainer, said, f"optim is {optim}, which keeps no fp32 masters")
+
+
+def test_an_optimizer_that_is_given_has_weights_in_fp32(tmp_path):
+    said = []
+    model = speed_up(tiny_model(), say=quiet)
+    optimizers = (torch.optim.AdamW(model.parameters(), lr=1e-4), None)
+    options = {"bf16": True, "model": model, "optimizers": optimizers, "say": said.append}
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, **options)
+    in_fp32(trainer, said, "the AdamW that was given keeps no fp32 masters")
+
+
+def test_the_class_of_an_optimizer_that_is_given_has_weights_in_fp32(tmp_path):
+    said = []
+    given = (torch.optim.AdamW, {"lr": 1e-4})
+    options = {"bf16": True, "optimizer_cls_and_kwargs": given, "say": said.append}
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, **options)
+    in_fp32(trainer, said, "the AdamW that was given keeps no fp32 masters")
+
+
+def test_a_trainer_that_makes_its_optimizer_itself_has_weights_in_fp32(tmp_path):
+    said = []
+    trainer = trainer_of(OfItsOwn, "sequences", tmp_path, bf16=True, say=said.append)
+    in_fp32(trainer, said, "OfItsOwn has create_optimizer of its own, which may keep no masters")
+
+
+def test_masters_that_are_given_have_weights_in_bf16(tmp_path):
+    options = {"bf16": True, "optimizer_cls_and_kwargs": (MasterAdamW, {"lr": 1e-4})}
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, **options)
+    trainer.train()
+    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
+
+
+def test_an_optimizer_that_is_set_after_the_weights_were_cast_is_refused(tmp_path):
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, bf16=True)
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters())
+    refused("weights are in bf16, of which SGD keeps no masters: ", trainer.train)
+
+
+def test_an_optimizer_that_was_made_before_speed_up_is_refused(tmp_path):
+    """Its update would leave out the fused linear layers, whose parameters are new."""
+    model = tiny_model()
+    optimizers = (torch.optim.AdamW(model.parameters()), None)
+    said = "the AdamW that was given holds 12 parameters that speed_up replaces: "
+    options = {"model": model, "optimizers": optimizers}
+    refused(said, trainer_of, FastTrainer, "sequences", tmp_path, **options)
+
+
+def test_each_training_has_the_arguments_of_its_own_time(tmp_path):
+    """A search for hyperparameters changes them between trainings."""
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path, bf16=True)
+    trainer.create_optimizer()
+    trainer.optimizer = None
+    trainer.args.learning_rate = 0.5
+    assert trainer.create_optimizer().param_groups[0]["lr"] == 0.5
+
+
+# Collators.
+
+
+class Padding(DataCollatorWithPadding):
+    """It may do more than pad."""
+
+
+PADDING = [
+    None,
+    default_data_collator,
+    DefaultDataCollator(),
+    DataCollatorWithPadding(TOKENIZER),
+    DataCollatorForTokenClassification(TOKENIZER),
+    PackedCollator(),
+]
+MORE = [
+    (padded_batch, "padded_batch"),
+    (Padding(TOKENIZER), "Padding"),
+    (DataCollatorForLanguageModeling(TOKENIZER, mlm=False), "DataCollatorForLanguageModeling"),
+]
+
+
+@pytest.mark.parametrize("collator", PADDING)
+def test_packing_takes_the_place_of_a_collator_that_pads(collator, tmp_path):
+    args = arguments(tmp_path)
+    trainer = FastTrainer(tiny_model(), args, collator, data_of("sequences"), say=quiet)
+    trainer.train()
+
+
+@pytest.mark.parametrize(("collator", "name"), MORE)
+def test_packing_refuses_to_leave_out_a_collator_that_may_do_more(collator, name, tmp_path):
+    said = (
+        f"packing replaces data_collator, and this {name} may do more than pad: "
+        r"FastTrainer\(\.\.\., packed=False\) keeps it"
+    )
+    args = arguments(tmp_path)
+    model = tiny_model()
+    refused(said, FastTrainer, model, args, collator, data_of("sequences"), say=quiet)
+    refused(said, FastTrainer, model, args, data_collator=collator, say=quiet)
+    trainer = FastTrainer(model, args, train_dataset=data_of("sequences"), say=quiet)
+    trainer.data_collator = collator
+    refused(said, trainer.train)
+
+
+def test_without_packing_the_scripts_collator_trains(tmp_path):
+    calls = []
+
+    def collate(samples):
+        calls.append(len(samples))
+        return padded_batch(samples)
+
+    data = data_of("sequences")
+    args = arguments(tmp_path, num_train_epochs=1)
+    trainer = FastTrainer(tiny_model(), args, collate, data, packed=False, say=quiet)
+    trainer.train()
+    assert calls == [SAMPLES]
+
+
+@pytest.mark.parametrize("name", ["labels", "label"])
+@pytest.mark.parametrize("head", ["sequences", "tokens"])
+def test_evaluation_pads_as_the_labels_need_it(head, name, tmp_path):
+    samples = data_of(head).rename_column("labels", name) if name != "labels" else data_of(head)
+    trainer = FastTrainer(
+        tiny_model(head=head),
+        arguments(tmp_path),
+        eval_dataset=samples,
+        processing_class=TOKENIZER,
+        say=quiet,
+    )
+    expected = trainer_of(Trainer, head, tmp_path).predict(data_of(head))
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(expected.metrics["test_loss"], abs=1e-5)
+    found = trainer.predict(samples)
+    assert np.array_equal(found.label_ids, expected.label_ids)
+    np.testing.assert_allclose(found.predictions, expected.predictions, atol=1e-4)
+
+
+def test_labels_of_a_sample_are_not_taken_for_those_of_its_tokens(tmp_path):
+    """Two labels of two tokens, in real numbers: as transformers wants them for several labels."""
+    samples = [{"input_ids": [5, 6], "labels": [0.0, 1.0]}, {"input_ids": [7, 8], "labels": [1, 0]}]
+    trainer = FastTrainer(
+        tiny_model(problem_type="multi_label_classification"),
+        arguments(tmp_path),
+        eval_dataset=samples,
+        processing_class=TOKENIZER,
+        say=quiet,
+    )
+    assert trainer.predict(samples[:1]).label_ids.dtype == np.float32
+
+
+@pytest.mark.parametrize("head", ["sequences", "tokens"])
+def test_samples_that_nothing_pads_are_refused_in_one_line(head, tmp_path):
+    data = data_of(head)
+    trainer = FastTrainer(tiny_model(head=head), arguments(tmp_path), eval_dataset=data, say=quiet)
+    said = r"a batch has samples of 1 to 41 tokens, and nothing pads them: .*processing_class"
+    refused(said, trainer.evaluate)
+    refused(said, trainer.predict, data)
+
+
+def test_samples_of_one_length_need_no_tokenizer(tmp_path):
+    data = Dataset.from_list(drawn_samples("tokens", 8, lengths=(7,)))
+    trainer = FastTrainer(tiny_model(head="tokens"), arguments(tmp_path), say=quiet)
+    assert trainer.evaluate(data)["eval_loss"] > 0
+
+
+# Data that packing cannot take.
+
+
+def test_samples_that_are_packed_already_are_refused(tmp_path):
+    rows = pack(drawn_samples("sequences"), samples=8, say=quiet)
+    args = arguments(tmp_path)
+    model = tiny_model()
+    said = "these samples are packed already: give FastTrainer the samples themselves"
+    refused(said, FastTrainer, model, args, train_dataset=rows, say=quiet)
+    trainer = FastTrainer(model, args, say=quiet)
+    refused(said, trainer.evaluate, rows)
+    trainer.train_dataset = rows
+    refused(said, trainer.train)
+
+
+class Mapped(TorchDataset):
+    """A dataset of one's own."""
+
+    def __init__(self, samples):
+        self.samples = samples
+
+    def __len__(self):
+        return len(self.samples)
+
+    def __getitem__(self, number):
+        return self.samples[number]
+
+
+def backwards(samples) -> Dataset:
+    """A dataset whose rows lie in memory in another order than it gives them."""
+    return Dataset.from_list(samples[::-1]).select(range(len(samples) - 1, -1, -1))
+
+
+@pytest.mark.parametrize("kind", [list, Mapped, Dataset.from_list, backwards])
+@pytest.mark.parametrize(("ids", "what"), [([5, 6, 0], "ends in"), ([0, 5, 6], "begins with")])
+def test_padding_without_a_mask_is_refused(kind, ids, what, tmp_path):
+    samples = drawn_samples("sequences", 8)
+    samples[5]["input_ids"] = ids
+    args = arguments(tmp_path)
+    trainer = FastTrainer(tiny_model(), args, train_dataset=kind(samples), say=quiet)
+    refused(
+        f"sample 5 {what} token 0, by which the model's configuration pads: "
+        r"tokenize without padding=",
+        trainer.train,
+    )
+
+
+@pytest.mark.parametrize("kind", [list, Dataset.from_list])
+def test_a_mask_says_that_such_a_token_is_text(kind, tmp_path):
+    samples = [{"input_ids": [5, 6, 0], "attention_mask": [1, 1, 1], "labels": 1}] * 4
+    args = arguments(tmp_path, num_train_epochs=1)
+    FastTrainer(tiny_model(), args, train_dataset=kind(samples), say=quiet).train()
+
+
+@pytest.mark.parametrize("pad", [{"pad_token_id": None}, {"eos_token_id": 0, "cls_token_id": 0}])
+def test_a_model_whose_padding_may_be_text_takes_such_samples(pad, tmp_path):
+    samples = [{"input_ids": [0, 5, 6, 0], "labels": 1}] * 4
+    model = tiny_model()
+    for name, value in pad.items():
+        setattr(model.config, name, value)
+    args = arguments(tmp_path, num_train_epochs=1)
+    FastTrainer(model, args, train_dataset=samples, say=quiet).train()
+
+
+def test_padding_is_looked_for_by_columns(monkeypatch):
+    """One by one, 100,000 samples would take seconds."""
+    samples = Dataset.from_dict({"input_ids": [[5, 6, 7]] * 100_000})
+    monkeypatch.delattr(Dataset, "__getitem__")
+    monkeypatch.delattr(Dataset, "__iter__")
+    check_padding(samples, tiny_model().config)
+
+
+# Checkpoints of another training.
+
+
+def written_by(kind, folder, **options) -> str:
+    """The checkpoint that a training of two steps has written."""
+    options = {"max_steps": 2, "save_strategy": "steps", "save_steps": 2} | options
+    trainer_of(kind, "sequences", folder, **options).train()
+    return str(folder / "checkpoint-2")
+
+
+PLAIN = (Trainer, {})
+FP32 = (FastTrainer, {})
+HALF = (FastTrainer, {"bf16": True})
+AUTOCAST = (FastTrainer, {"bf16": True, "half_weights": False})
+BY_TRAINER = "transformers.Trainer wrote it"
+BY_FP32 = "FastTrainer wrote it with weights in fp32"
+BY_HALF = "FastTrainer wrote it with weights in bf16 over masters"
+HERE_FP32 = "here they are in fp32 without masters"
+HERE_HALF = "here they are in bf16 over masters"
+STRANGERS = [
+    (PLAIN, FP32, BY_TRAINER),
+    (PLAIN, AUTOCAST, BY_TRAINER),
+    (PLAIN, HALF, BY_TRAINER),
+    (HALF, FP32, f"{BY_HALF}, and {HERE_FP32}"),
+    (HALF, AUTOCAST, f"{BY_HALF}, and {HERE_FP32}"),
+    (FP32, HALF, f"{BY_FP32} without masters, and {HERE_HALF}"),
+    (AUTOCAST, HALF, f"{BY_FP32} without masters, and {HERE_HALF}"),
+]
+
+
+@pytest.mark.parametrize(("writer", "reader", "said"), STRANGERS)
+def test_a_checkpoint_of_another_kind_is_refused(writer, reader, said, tmp_path):
+    checkpoint = written_by(writer[0], tmp_path, **writer[1])
+    trainer = trainer_of(reader[0], "sequences", tmp_path, **reader[1])
+    message = refused(said, trainer.train, resume_from_checkpoint=checkpoint)
+    assert message.startswith(f"{checkpoint} cannot be resumed: ")
+    assert message.endswith(
+        "resume it by what wrote it, or start from its weights, "
+        f"from_pretrained({checkpoint!r}, dtype='float32')"
+    )
+
+
+def test_a_checkpoint_without_an_optimizer_is_told_by_its_weights(tmp_path):
+    written_by(FastTrainer, tmp_path, bf16=True, save_only_model=True)
+    trainer = trainer_of(FastTrainer, "sequences", tmp_path)
+    said = "checkpoint-2 cannot be resumed: its weights are in bf16, and here in fp32; "
+    refused(said, trainer.train, resume_from_checkpoint=True)

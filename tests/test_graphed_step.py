@@ -176,8 +176,15 @@ def a_step():
     return GraphedStep(model, torch.optim.AdamW(model.parameters()), capture=False)
 
 
-def test_a_batch_of_another_shape_is_refused():
+def a_captured_step():
+    """A step that takes batches as a captured one does; a CPU captures none."""
     step = a_step()
+    step.captures = True
+    return step
+
+
+def test_a_batch_of_another_shape_is_refused():
+    step = a_captured_step()
     (batch,) = batches(1)
     step(batch)
     other = batch | {"labels": batch["labels"][:3]}
@@ -185,11 +192,40 @@ def test_a_batch_of_another_shape_is_refused():
 
 
 def test_a_batch_that_lacks_what_the_first_one_had_is_refused():
-    step = a_step()
+    step = a_captured_step()
     (batch,) = batches(1)
     step(batch)
     del batch["labels"]
     refused("labels of the batch has shape None, and in the first batch", step, batch)
+
+
+def test_an_uncaptured_step_takes_a_smaller_last_batch():
+    rows = pack(drawn_samples("sequences", 40), samples=16, say=quiet)
+    data = [{n: t.to(DEVICE) for n, t in PackedCollator()(row).items()} for row in rows]
+    assert [len(batch["labels"]) for batch in data] == [16, 16, 8]
+    model = a_model()
+    expected = plain_losses(model, torch.optim.AdamW(model.parameters(), lr=1e-3), data)
+    model = a_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    assert graphed_losses(model, optimizer, data, capture=False) == expected
+
+
+def test_an_optimizer_without_parameters_is_refused():
+    optimizer = torch.optim.AdamW([{"params": []}])
+    refused("the AdamW holds no parameters: ", GraphedStep, a_model(), optimizer, capture=False)
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (lambda model, batch: model(**batch).logits, r"the loss has shape \(16, 2\): "),
+        (lambda model, batch: model(**batch).loss.item(), "the loss is 0.*: "),
+    ],
+)
+def test_a_loss_that_is_no_scalar_is_refused(loss, said):
+    step = a_step()
+    step.loss = loss
+    refused(said + ".*its mean", step, batches(1)[0])
 
 
 def test_a_batch_without_labels_is_refused():

@@ -33,10 +33,11 @@ class GraphedStep:
     A batch is a dict of tensors on the model's device, whose shapes are those of the first one:
     `pack(..., drop_last=True)` gives such batches, and so does padding to one length. Learning
     rates are moved to the device, where schedulers go on writing them. Without `capture` the same
-    step runs uncaptured, on any device.
+    step runs uncaptured, on any device and with batches of any shapes.
 
-    Raises UserError for a model that is not on CUDA, an optimizer that cannot be captured, a batch
-    of other shapes, and a step that waits for the device.
+    Raises UserError for a model that is not on CUDA, an optimizer that cannot be captured or holds
+    no parameters, a loss that is not one number, a batch of other shapes, and a step that waits for
+    the device.
 
         import torch
         from qa_lib import GraphedStep, MasterAdamW
@@ -63,6 +64,10 @@ class GraphedStep:
         self.loss = loss
         self.max_norm = max_norm
         self.parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        if not self.parameters:
+            name = type(optimizer).__name__
+            raise UserError(f"the {name} holds no parameters: {name}(model.parameters())")
+        self.captures = capture
         self.device = self.parameters[0].device
         self.shapes: dict[str, tuple] | None = None
         self.take_step = self._step
@@ -93,6 +98,7 @@ class GraphedStep:
         """Do the step on the only batch of a list."""
         (batch,) = batches
         loss = self.loss(self.model, batch)
+        _check_loss(loss)
         loss.backward()
         if self.max_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.parameters, self.max_norm)
@@ -101,7 +107,7 @@ class GraphedStep:
         return loss.detach()
 
     def _check_batch(self, batch: dict[str, torch.Tensor]) -> None:
-        """Raise UserError for a batch of other shapes than the first one's, or elsewhere."""
+        """Raise UserError for a batch that is elsewhere, or of other shapes than those captured."""
         expect("the batch", batch, Mapping, "give a dict of tensors")
         for name, tensor in batch.items():
             if not torch.is_tensor(tensor) or tensor.device != self.device:
@@ -110,6 +116,8 @@ class GraphedStep:
                     f"{name} of the batch is {where}, and the model is on {self.device}: "
                     f"move it there, or leave it out"
                 )
+        if not self.captures:
+            return
         shapes = shapes_of(batch)
         if self.shapes is None:
             self.shapes = shapes
@@ -125,17 +133,32 @@ class GraphedStep:
             )
 
 
+def _check_loss(loss: torch.Tensor) -> None:
+    """Raise UserError for a loss that has no gradient, since it is not one number in a tensor."""
+    wanted = "give GraphedStep(..., loss=...) a function that returns its mean, in a tensor"
+    expect("the loss", loss, torch.Tensor, wanted)
+    if loss.numel() != 1:
+        raise UserError(f"the loss has shape {tuple(loss.shape)}: {wanted}")
+
+
 def shapes_of(batch: dict[str, torch.Tensor]) -> dict[str, tuple]:
     """Return the shape of each tensor of a batch."""
     return {name: tuple(tensor.shape) for name, tensor in batch.items()}
 
 
-def check_capture(device: torch.device, optimizer: torch.optim.Optimizer | None = None) -> None:
-    """Raise UserError where a step on a device, by an optimizer, cannot be captured."""
+def check_capture(
+    device: torch.device,
+    optimizer: torch.optim.Optimizer | None = None,
+    uncaptured: str = "capture=False",
+) -> None:
+    """Raise UserError where a step on a device, by an optimizer, cannot be captured.
+
+    Its message says that `uncaptured` is the argument for a step that is not.
+    """
     if device.type != "cuda":
         raise UserError(
             f"a step is captured on CUDA alone, and the model is on {device.type}: move it to a "
-            "GPU, or leave the step uncaptured (capture=False)"
+            f"GPU, or leave the step uncaptured ({uncaptured})"
         )
     why = optimizer and why_not_captured(optimizer)
     if why:

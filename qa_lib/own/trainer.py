@@ -2,11 +2,13 @@
 
 The script stays as it is, and so do its steps: as many samples in each, the same schedule,
 evaluation, checkpoints, resuming, gradient accumulation, `push_to_hub`. Evaluation has the padded
-batches that the script's own collator makes.
+batches that the script's own collator makes, or transformers' own. What a script has that this
+cannot take over, trainer_checks.py refuses.
 """
 
 import contextlib
 import copy
+import inspect
 import os
 from collections.abc import Callable, Iterator
 
@@ -19,11 +21,37 @@ from qa_lib.errors import UserError
 from qa_lib.own.graphed_step import check_capture, shapes_of
 from qa_lib.own.packing import PackedCollator, PackedDataset, pack
 from qa_lib.own.speed_up import speed_up
+from qa_lib.own.trainer_checks import (
+    SuitedPadding,
+    check_checkpoint,
+    check_collator,
+    check_held,
+    check_padding,
+    check_unpacked,
+    name_of,
+    short_name,
+)
 from qa_lib.train.cuda_graph import CapturedStep
 from qa_lib.train.master_adamw import LOW_TYPES, MasterAdamW
 
 # The optimizers of TrainingArguments whose place MasterAdamW takes.
 ADAMW = ("adamw_torch", "adamw_torch_fused")
+# Methods of a Trainer that decide on the optimizer.
+OPTIMIZER_HOOKS = (
+    "create_optimizer",
+    "create_optimizer_and_scheduler",
+    "get_optimizer_cls_and_kwargs",
+)
+# What a DataLoader takes of TrainingArguments, where they begin with `dataloader_`. Some versions
+# of transformers lack the last ones.
+LOADER_OPTIONS = (
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "multiprocessing_context",
+    "in_order",
+)
 
 
 class FastTrainer(Trainer):
@@ -32,12 +60,15 @@ class FastTrainer(Trainer):
     Its arguments are those of Trainer, and four of its own: `packed` packs the training samples,
     `per_device_train_batch_size` in a sequence; give them untruncated or truncated, not padded.
     `half_weights` has the weights themselves in bf16 where the arguments say `bf16=True`, with
-    MasterAdamW in place of AdamW, and no autocast. `cuda_graph` captures forward and backward pass
-    of a micro-batch, for one GPU; a micro-batch of another shape, as the last may be, runs as it
-    is. `say` takes a line on each thing that was done.
+    MasterAdamW in place of AdamW, and no autocast; with any other optimizer they stay in fp32,
+    under the Trainer's autocast. `cuda_graph` captures forward and backward pass of a micro-batch,
+    for one GPU; a micro-batch of another shape, as the last may be, runs as it is. `say` takes a
+    line on each thing that was done. Without a `data_collator` evaluation and prediction pad by
+    that of transformers which suits the labels.
 
-    Raises UserError where `speed_up` or `pack` does, where one process has several GPUs, and for
-    `cuda_graph` without one.
+    Raises UserError where `speed_up` or `pack` does, where one process has several GPUs, for
+    `cuda_graph` without one, and for what trainer_checks.py has: a collator that packing would
+    leave out, padded samples, an optimizer made before `speed_up`, another training's checkpoint.
 
         import torch
         from transformers import TrainingArguments
@@ -53,6 +84,7 @@ class FastTrainer(Trainer):
         self,
         model: PreTrainedModel | None = None,
         args: TrainingArguments | None = None,
+        data_collator: Callable | None = None,
         *more,
         packed: bool = True,
         half_weights: bool = True,
@@ -61,53 +93,105 @@ class FastTrainer(Trainer):
         **options,
     ):
         args = TrainingArguments("tmp_trainer") if args is None else args
-        if args.n_gpu > 1:
-            raise UserError(
-                f"one process sees {args.n_gpu} GPUs: torchrun --nproc-per-node {args.n_gpu} "
-                "SCRIPT, or CUDA_VISIBLE_DEVICES=0"
-            )
+        signature = inspect.signature(Trainer.__init__)
+        given = signature.bind(self, model, args, data_collator, *more, **options).arguments
+        optimizer, _ = given.get("optimizers") or (None, None)
+        optimizer_class, _ = given.get("optimizer_cls_and_kwargs") or (type(optimizer), None)
+        # All that can be refused is refused here, while the model is as it was.
+        _check_devices(args, cuda_graph)
+        if packed:
+            check_collator(data_collator)
+            check_unpacked(given.get("train_dataset"))
         self.packed = packed
         self.say = say
-        self.casts = half_weights and args.bf16
+        wants_half = half_weights and args.bf16
+        self.why_not_half = self._why_no_masters(args, optimizer_class) if wants_half else None
+        self.casts = wants_half and self.why_not_half is None
         if self.casts:
             # Weights in bf16 need no autocast, which would cast norms and losses to fp32 and back.
             args = copy.copy(args)
             args.bf16 = False
             args.mixed_precision = "no"
         if model is not None:
-            model = self._prepared(model)
+            model = self._prepared(model, optimizer)
         with _no_autocast() if self.casts else contextlib.nullcontext():
-            super().__init__(model, args, *more, **options)
-        self.captured = None
-        if cuda_graph:
-            check_capture(self.args.device)
-            if self.args.world_size > 1:
-                raise UserError("cuda_graph is for one process: its graph has no reduction")
-            self.captured = CapturedBackward(self)
+            super().__init__(model, args, data_collator, *more, **options)
+        if data_collator is None:
+            self.data_collator = SuitedPadding(self.data_collator)
+        self.captured = CapturedBackward(self) if cuda_graph else None
+
+    def _why_no_masters(self, args: TrainingArguments, optimizer_class: Callable) -> str | None:
+        """Return why the optimizer will keep no masters of weights; None if it is MasterAdamW.
+
+        `optimizer_class` is that of the optimizer that was given, or a function that makes it;
+        NoneType for none.
+        """
+        if isinstance(optimizer_class, type) and issubclass(optimizer_class, MasterAdamW):
+            return None
+        if optimizer_class is not type(None):
+            return f"the {name_of(optimizer_class)} that was given keeps no fp32 masters"
+        own_class = type(self)
+        for name in OPTIMIZER_HOOKS:
+            if getattr(own_class, name) is not getattr(FastTrainer, name):
+                return f"{own_class.__name__} has {name} of its own, which may keep no masters"
+        if args.optim not in ADAMW:
+            return f"optim is {args.optim.value}, which keeps no fp32 masters"
+        return None
 
     def call_model_init(self, trial=None) -> PreTrainedModel:
         """Return the model that `model_init` makes, sped up."""
         return self._prepared(super().call_model_init(trial))
 
-    def _prepared(self, model: PreTrainedModel) -> PreTrainedModel:
-        """Return a model sped up, with weights in bf16 where they shall be."""
+    def _prepared(
+        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None
+    ) -> PreTrainedModel:
+        """Return a model sped up, with weights in bf16 where they shall be.
+
+        Raises UserError for an optimizer of the model as it was before.
+        """
         if not getattr(getattr(model, "base_model", None), "is_sped_up", False):
+            before = set(model.parameters()) if optimizer else set()
             speed_up(model, say=self.say)
+            if optimizer:
+                check_held(optimizer, before - set(model.parameters()))
         if self.casts:
             model.to(torch.bfloat16)
             self.say("weights in bf16, with fp32 masters in the optimizer")
+        elif self.why_not_half:
+            kind = short_name(model.dtype)
+            self.say(f"weights stay in {kind}, under the Trainer's autocast: {self.why_not_half}")
         return model
 
+    @staticmethod
+    def get_optimizer_cls_and_kwargs(
+        args: TrainingArguments, model: PreTrainedModel | None = None
+    ) -> tuple:
+        """Return MasterAdamW where AdamW was asked for and weights are in half; else as Trainer."""
+        if args.optim in ADAMW and model is not None and _is_in_half(model):
+            betas = (args.adam_beta1, args.adam_beta2)
+            return MasterAdamW, {"lr": args.learning_rate, "betas": betas, "eps": args.adam_epsilon}
+        return Trainer.get_optimizer_cls_and_kwargs(args, model)
+
     def create_optimizer(self, *args, **kwargs) -> torch.optim.Optimizer:
-        """Make the optimizer: MasterAdamW where AdamW was asked for and weights are in half."""
-        is_ours = self.optimizer is None and self.optimizer_cls_and_kwargs is None
-        weights = {p.dtype for p in self.model.parameters() if p.requires_grad}
-        in_half = len(weights) == 1 and weights <= set(LOW_TYPES)
-        if is_ours and in_half and self.args.optim in ADAMW:
-            betas = (self.args.adam_beta1, self.args.adam_beta2)
-            options = {"lr": self.args.learning_rate, "betas": betas, "eps": self.args.adam_epsilon}
-            self.optimizer_cls_and_kwargs = (MasterAdamW, options)
-        return super().create_optimizer(*args, **kwargs)
+        """Make the optimizer, as Trainer does.
+
+        Raises UserError where weights were cast to bf16 and it turns out to keep no masters, since
+        it was set later.
+        """
+        optimizer = super().create_optimizer(*args, **kwargs)
+        unwrapped = _unwrapped(optimizer)
+        if self.casts and not isinstance(unwrapped, MasterAdamW):
+            raise UserError(
+                f"weights are in bf16, of which {type(unwrapped).__name__} keeps no masters: give "
+                "it when FastTrainer is made, or FastTrainer(..., half_weights=False)"
+            )
+        return optimizer
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the state of a checkpoint; raise UserError for that of another training."""
+        if checkpoint is not None:
+            check_checkpoint(checkpoint, self.model, _unwrapped(self.optimizer))
+        super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training data, packed."""
@@ -115,6 +199,9 @@ class FastTrainer(Trainer):
             self.captured.begin()  # a training asks for its data once
         if not self.packed or self.train_dataset is None:
             return super().get_train_dataloader()
+        # Both may have been set since the trainer was made.
+        check_unpacked(self.train_dataset)
+        check_collator(self.data_collator)
         dataset = self.train_dataset
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -126,15 +213,14 @@ class FastTrainer(Trainer):
             drop_last=args.dataloader_drop_last,
             say=self.say,
         )
+        check_padding(dataset, self.model.config)
+        options = {
+            name: getattr(args, f"dataloader_{name}")
+            for name in LOADER_OPTIONS
+            if hasattr(args, f"dataloader_{name}")
+        }
         # In order: the packed sequences are in random order themselves, another in each epoch.
-        loader = DataLoader(
-            rows,
-            batch_size=1,
-            collate_fn=PackedCollator(),
-            num_workers=args.dataloader_num_workers,
-            pin_memory=args.dataloader_pin_memory,
-            prefetch_factor=args.dataloader_prefetch_factor,
-        )
+        loader = DataLoader(rows, batch_size=1, collate_fn=PackedCollator(), **options)
         return self.accelerator.prepare(loader)
 
     def num_examples(self, dataloader: DataLoader) -> int:
@@ -153,6 +239,30 @@ class FastTrainer(Trainer):
     def plain_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Do what `training_step` does, uncaptured."""
         return super().training_step(model, inputs, num_items_in_batch)
+
+
+def _check_devices(args: TrainingArguments, cuda_graph: bool) -> None:
+    """Raise UserError for GPUs that cannot be trained on as asked."""
+    if args.n_gpu > 1:
+        raise UserError(
+            f"one process sees {args.n_gpu} GPUs: torchrun --nproc-per-node {args.n_gpu} "
+            "SCRIPT, or CUDA_VISIBLE_DEVICES=0"
+        )
+    if cuda_graph:
+        check_capture(args.device, uncaptured="cuda_graph=False")
+        if args.world_size > 1:
+            raise UserError("cuda_graph is for one process: its graph has no reduction")
+
+
+def _is_in_half(model: PreTrainedModel) -> bool:
+    """Return whether all weights that are trained are of one type, in half precision."""
+    types = {p.dtype for p in model.parameters() if p.requires_grad}
+    return len(types) == 1 and types <= set(LOW_TYPES)
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Return an optimizer without what accelerate puts around it."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 @contextlib.contextmanager
