@@ -87,7 +87,7 @@ def trained_by(trainer_class, folder: str, **options) -> dict[str, torch.Tensor]
     trainer = trainer_class(
         tiny_model(),
         arguments,
-        data_collator=padded_batch,
+        data_collator=padded_batch if trainer_class is Trainer else None,
         train_dataset=drawn_samples("sequences", SAMPLES * WORLD),
         **options,
     )

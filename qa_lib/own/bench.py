@@ -221,7 +221,7 @@ def time_trainer(
     batch: int,
     steps: int,
     measured: Measured,
-    collator: Callable = padded,
+    collator: Callable | None = padded,
     **options,
 ) -> None:
     """Train by a Trainer that `make` makes, for a warm-up and so many steps.
@@ -351,7 +351,7 @@ def train_by(way: str, arguments: argparse.Namespace, steps: int, measured: Meas
         return
     if way == "fast-trainer":
         make = functools.partial(FastTrainer, cuda_graph=capture, say=quiet)
-        time_trainer(make, *work, bf16=True, **workers)
+        time_trainer(make, *work, collator=None, bf16=True, **workers)  # it packs
         return
     if way == "packing":
         take_packed(model, Rooted(model))
