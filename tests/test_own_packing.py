@@ -1,5 +1,10 @@
 """Any dataset packed: what a model answers for each sample, full sequences, and what is refused."""
 
+import copy
+import multiprocessing
+import pickle
+import random
+
 import numpy as np
 import pytest
 import torch
@@ -7,7 +12,8 @@ from datasets import Dataset
 from torch.utils.data import DataLoader
 
 from qa_lib.own import packed_model
-from qa_lib.own.packing import PackedCollator, _perhaps_cut, pack
+from qa_lib.own.packing import PackedCollator, pack
+from qa_lib.own.samples import perhaps_cut
 from qa_lib.own.speed_up import KINDS, speed_up
 from tests.material import refused
 from tests.own import HEADS, LENGTHS, drawn_samples, quiet, tiny_model
@@ -186,6 +192,77 @@ def test_segments_are_no_longer_than_the_longest_sample():
     assert lengths.max() <= max(LENGTHS)
 
 
+# Epochs in workers and copies.
+
+
+def ids_of(batches) -> list[list[int]]:
+    return [batch["input_ids"].flatten().tolist() for batch in batches]
+
+
+@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_workers_that_stay_have_the_samples_of_each_epoch(start):
+    samples = drawn_samples("tokens", 101)
+    rows = packed(samples)
+    again = packed(samples)
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        collate_fn=PackedCollator(),
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context=start,
+    )
+    seen = []
+    for epoch in (0, 1, 2):
+        rows.set_epoch(epoch)
+        again.set_epoch(epoch)
+        seen.append(ids_of(loader))
+        assert seen[-1] == ids_of(map(PackedCollator(), again))
+    assert seen[0] != seen[1] != seen[2]
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [copy.copy, copy.deepcopy, lambda rows: pickle.loads(pickle.dumps(rows))],
+    ids=["copy", "deepcopy", "pickle"],
+)
+def test_a_copy_has_an_epoch_of_its_own_which_its_workers_see(copied):
+    rows = packed(drawn_samples("tokens", 101))
+    rows.set_epoch(1)
+    first = ids_of(map(PackedCollator(), rows))
+    twin = copied(rows)
+    loader = DataLoader(
+        twin,
+        batch_size=None,
+        collate_fn=PackedCollator(),
+        num_workers=1,
+        persistent_workers=True,
+        multiprocessing_context="fork",
+    )
+    assert ids_of(loader) == first
+    twin.set_epoch(2)
+    second = ids_of(loader)
+    assert second == ids_of(map(PackedCollator(), twin)) != first
+    assert ids_of(map(PackedCollator(), rows)) == first
+
+
+def test_a_process_that_got_the_dataset_has_an_epoch_of_its_own():
+    rows = packed(drawn_samples("tokens", 101))
+    rows.set_epoch(1)
+    other = multiprocessing.get_context("fork").Process(target=rows.set_epoch, args=(2,))
+    other.start()
+    other.join()
+    assert other.exitcode == 0
+    loader = DataLoader(
+        rows,
+        batch_size=None,
+        collate_fn=PackedCollator(),
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert ids_of(loader) == ids_of(map(PackedCollator(), rows))
+
+
 # Labels.
 
 
@@ -226,6 +303,69 @@ def test_a_line_says_what_came_out():
     assert said[0] == "420 samples in 6 packed sequences of 1,024 tokens, 70 in each, 98% full"
 
 
+def long_and_short(every: int) -> list[dict]:
+    """600 samples of 12 tokens, of which each so-manieth has 400."""
+    return [
+        {"input_ids": [1, *range(5, 403 if number % every == 0 else 15), 2], "labels": 0}
+        for number in range(600)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("samples", "options"),
+    [
+        (long_and_short(50), {"tokens": 512}),
+        (long_and_short(600), {"tokens": 512}),
+        (long_and_short(50), {"samples": 8}),
+        (long_and_short(50), {"samples": 8, "drop_last": True}),
+        (drawn_samples("tokens", 33), {"samples": 32}),
+        (drawn_samples("tokens", 100, lengths=(20, 40)), {"tokens": 64 * 46}),
+        (drawn_samples("tokens", 38, lengths=(4, 6)), {"samples": 2}),
+    ],
+)
+def test_where_much_is_padding_the_line_says_what_helps(samples, options):
+    said = []
+    options = {"say": said.append} | options
+    rows = pack(samples, **options)
+    assert rows.fill < 0.8
+    line, advised = said[0].rsplit(": ", 1)
+    name, number = advised.split("=")
+    assert name in options
+    full = int(line.split()[-2].removesuffix("%")) / 100
+    fuller = pack(samples, **options | {name: int(number)})
+    assert fuller.fill > rows.fill + 0.1
+    assert fuller.fill >= full - 0.01
+    assert full >= 0.8
+    assert said[1].endswith("% full")
+
+
+def test_the_advice_is_a_number_to_type():
+    said = []
+    pack(long_and_short(50), tokens=512, say=said.append)
+    pack(long_and_short(50), samples=8, say=said.append)
+    assert said == [
+        "600 samples in 60 packed sequences of 512 tokens, 10 in each, 39% full; "
+        "longer ones would be 88% full: tokens=896",
+        "600 samples in 75 packed sequences of 512 tokens, 8 in each, 31% full; "
+        "128 in each would make them 86% full: samples=128",
+    ]
+
+
+def test_no_sequences_are_recommended_that_are_far_longer():
+    """Of 600 samples one is long: only all of them together fill a sequence."""
+    said = []
+    rows = pack(long_and_short(600), samples=32, say=said.append)
+    fuller = pack(long_and_short(600), samples=int(said[0].rpartition("=")[2]), say=quiet)
+    assert rows.fill < fuller.fill < 0.8
+    assert fuller.tokens <= 8 * rows.tokens
+
+
+def test_where_nothing_helps_no_advice_is_given():
+    said = []
+    packed(drawn_samples("tokens", 3, lengths=(5,)), samples=3, tokens=None, say=said.append)
+    assert said == ["3 samples in 1 packed sequences of 64 tokens, 3 in each, 23% full"]
+
+
 def test_samples_that_may_have_been_cut_are_told():
     said = []
     samples = [{"input_ids": [5] * min(length, 60)} for length in range(10, 110)]
@@ -251,8 +391,104 @@ def test_samples_count_as_cut_where_far_more_have_the_longest_length_than_any_be
     at_most, below, others, cut
 ):
     """`below` samples have each of the ten lengths below the longest, 50; others are shorter."""
-    lengths = [50] * at_most + list(range(40, 50)) * below + [10] * (others - 10 * below - at_most)
-    assert _perhaps_cut(np.array(lengths)) == cut
+    lengths = [50] * at_most + list(range(40, 50)) * below
+    lengths += [10 + number % 20 for number in range(others - len(lengths))]
+    assert perhaps_cut(np.array(lengths)) == cut
+
+
+@pytest.mark.parametrize("longest", [100, 128, 384, 512])
+@pytest.mark.parametrize("share", [0.02, 0.3, 0.95])
+def test_samples_that_were_cut_at_any_length_count_as_cut(longest, share):
+    """Lengths are as texts' are: their logarithms have a normal distribution."""
+    draw = np.random.default_rng(0)
+    lengths = np.exp(draw.normal(0.0, 0.6, 1000))
+    lengths = (lengths * longest / np.quantile(lengths, 1 - share)).astype(int) + 1
+    assert perhaps_cut(lengths) == 0
+    cut = perhaps_cut(np.minimum(lengths, longest))
+    assert cut == pytest.approx(1000 * share, abs=5)
+
+
+@pytest.mark.parametrize("lengths", [(6, 4), (60, 40), tuple(range(4, 13)), (31, *range(3, 20))])
+def test_texts_that_are_short_or_repeated_are_not_taken_for_cut(lengths):
+    said = []
+    samples = drawn_samples("sequences", 60, lengths) + drawn_samples("sequences", 60, lengths[:1])
+    packed(samples, say=said.append)
+    assert len(said) == 1
+
+
+def in_batches(samples: list[dict], size: int, padding: int, multiple: int = 1) -> list[dict]:
+    """The samples padded to the longest of each batch, without a mask, as some lists of ids are."""
+    padded = []
+    for begin in range(0, len(samples), size):
+        ids = [sample["input_ids"] for sample in samples[begin : begin + size]]
+        longest = -(-max(map(len, ids)) // multiple) * multiple
+        padded += [{"input_ids": one + [padding] * (longest - len(one))} for one in ids]
+    return padded
+
+
+def texts(count: int, ends: tuple[int, ...] = (2,)) -> list[dict]:
+    """Samples as of a tokenizer: of many lengths, which begin with 1 and have these ends.
+
+    Token 3 stands for a full stop, of which several may end a text.
+    """
+    draw = random.Random(0)
+    samples = []
+    for _ in range(count):
+        words = [draw.randrange(3, 3000) for _ in range(draw.randrange(2, 60))]
+        stops = [3] * draw.choice([0, 1, 1, 1, 3])
+        samples.append({"input_ids": [1, *words, *stops, *ends], "labels": 0})
+    return samples
+
+
+PADDED = [
+    (in_batches(texts(200), 200, 0), 0),
+    (in_batches(texts(200), 200, 2), 2),  # text and padding end alike
+    (in_batches(texts(1000), 100, 0), 0),
+    (in_batches(texts(200), 200, 0, multiple=128), 0),  # not even the longest is without
+    (in_batches([{"input_ids": [1, 5, 6, 7, 8, 2]}, {"input_ids": [1, 5, 6, 2]}], 2, 0) * 9, 0),
+]
+
+
+@pytest.mark.parametrize(("samples", "token"), PADDED)
+def test_samples_that_may_be_padded_are_told(samples, token):
+    said = []
+    packed(samples, say=said.append)
+    count = sum(sample["input_ids"][-2:] == [token, token] for sample in samples)
+    assert count > len(samples) / 3
+    assert said[1:] == [
+        f"{count} of {len(samples):,} samples end in token {token} repeated: they seem to be "
+        "padded, and padding is trained as text: tokenize without padding=..."
+    ]
+
+
+def test_padded_columns_of_any_type_are_told():
+    lists = in_batches(texts(20), 20, 0)
+    for form in (None, "numpy", "torch"):
+        said = []
+        packed(Dataset.from_list(lists).with_format(form), say=said.append)
+        assert "samples end in token 0 repeated" in said[1]
+
+
+UNPADDED = [
+    texts(1000),
+    texts(1000, ends=()),  # without special tokens
+    texts(1000, ends=(2, 2)),
+    drawn_samples("tokens", 1000),
+    [{"input_ids": [5] * 40}] * 30,
+]
+
+
+@pytest.mark.parametrize("samples", UNPADDED)
+def test_texts_are_not_taken_for_padded(samples):
+    said = []
+    packed(samples, say=said.append)
+    assert len(said) == 1
+
+
+def test_one_sample_that_ends_in_a_repeated_token_is_not_taken_for_padded():
+    said = []
+    packed([*texts(20), {"input_ids": [1, 5, 4000, 4000], "labels": 0}], say=said.append)
+    assert len(said) == 1
 
 
 def test_samples_of_one_length_are_not_taken_for_cut():
@@ -269,6 +505,7 @@ UNPACKABLE = [
     ([GOOD, *[GOOD | {"labels": None}] * 3], {}, "sample 1 and 2 others have no labels: leave"),
     ([GOOD, GOOD | {"input_ids": []}], {}, "sample 1 has no tokens: leave it out before packing"),
     ([GOOD, GOOD | {"input_ids": 5}], {}, "input_ids of sample 1 are no list of whole numbers"),
+    ([GOOD | {"input_ids": ["who", "came"]}], {}, "input_ids of sample 0 are no list of whole"),
     ([GOOD | {"input_ids": torch.ones(1, 3)}], {}, "of sample 0 .* without return_tensors"),
     ([[5, 6]], {}, "sample 0 is a list: give a dict with input_ids"),
     ({"input_ids": [[5, 6]]}, {}, "a dict is no list of samples: of columns make one"),
@@ -300,7 +537,12 @@ MISSHAPEN = [
     ([], r"PackedCollator got the list \[\]: give a list of samples"),
     (["a"], "sample 0 of the batch is a str: give a dict with input_ids"),
     ([GOOD | {"attention_mask": [1, 1, 0]}], "sample 0 of the batch is padded"),
-    ([GOOD | {"labels": [1, 2]}], "sample 0 of the batch has 2 labels for 3 tokens"),
+    (
+        [GOOD | {"labels": [1, 2]}],
+        "sample 0 of the batch has 2 labels for 3 tokens: for labels of tokens give one for each, "
+        "and for several labels of a sample real numbers, such as 1.0",
+    ),
+    ([GOOD | {"labels": [1, 2, 0]}, GOOD], "sample 1 of the batch has 1 labels for 3 tokens"),
     ([GOOD | {"token_type_ids": [1]}], "has 1 token_type_ids for 3 tokens"),
     ([GOOD] * 30, "30 samples have 90 tokens, and a packed sequence 64"),
 ]
@@ -318,6 +560,27 @@ def test_a_collators_length_that_is_none_is_refused():
 def test_a_batch_of_packed_sequences_is_refused():
     rows = packed(drawn_samples("tokens"))
     refused("2 packed sequences in a batch", PackedCollator(), [rows[0], rows[0]])
+
+
+@pytest.mark.parametrize("size", [None, 1, 2])
+def test_a_loader_without_the_collator_says_so(size):
+    loader = DataLoader(packed(drawn_samples("tokens")), batch_size=size)
+    refused(r"is no batch yet: DataLoader\(rows, batch_size=None, collate_fn=", list, loader)
+
+
+def test_a_model_that_gets_a_packed_sequence_itself_says_so():
+    rows = packed(drawn_samples("tokens"))
+    model = speed_up(tiny_model(), say=quiet)
+    refused(r"no batch yet: .* collate_fn=PackedCollator\(\)\)", lambda: model(**rows[0]))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", HEADS)
+def test_a_model_that_was_not_sped_up_does_not_train_on_packed_samples_in_silence(kind, head):
+    """Its mask is for other shapes than its tokens."""
+    model = tiny_model(kind, head)
+    with pytest.raises(RuntimeError, match="size of tensor"):
+        model(**PackedCollator()(drawn_samples(head, 5)))
 
 
 def test_a_model_with_fewer_positions_than_a_sample_has_tokens_says_so():

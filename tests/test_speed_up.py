@@ -10,18 +10,23 @@ from huggingface_hub import ModelCard
 from torch.distributed import destroy_process_group, init_process_group
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
     PreTrainedModel,
+    TrainingArguments,
 )
 
 from qa_lib.model.attention import quickest_kernel
 from qa_lib.model.fused_blocks import HashDropout
 from qa_lib.own import speed_up as sped_up
-from qa_lib.own.packing import PackedCollator
+from qa_lib.own.graphed_step import GraphedStep
+from qa_lib.own.packing import PackedCollator, pack
 from qa_lib.own.speed_up import KINDS, speed_up
+from qa_lib.own.trainer import FastTrainer
+from qa_lib.train.master_adamw import MasterAdamW
 from tests.conftest import slow
 from tests.kernels import DEVICE
 from tests.material import refused
@@ -103,6 +108,52 @@ def test_eight_steps_are_those_of_the_plain_model(case):
     expected = trained(plain, plain_losses)
     assert trained(model, quick_losses) == pytest.approx(expected, abs=1e-5)
     assert abs(expected[0] - expected[-4]) > 1e-3, "it has learnt something"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_gradients_of_several_packed_sequences_add_up_to_those_of_one_batch(kind):
+    """The lines of one's own loop: packed sequences have as many samples, and so equal shares."""
+    samples = drawn_samples("sequences")
+    plain = tiny_model(kind).train()
+    plain(**padded_batch(samples)).loss.backward()
+    model = speed_up(tiny_model(kind), say=quiet).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    rows = pack(samples, samples=6, drop_last=True, say=quiet)
+
+    accumulation = 4
+    loader = DataLoader(rows, batch_size=None, collate_fn=PackedCollator())
+    for number, batch in enumerate(loader, 1):
+        loss = model(**batch).loss / accumulation
+        loss.backward()
+        if number % accumulation == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            if parameter.grad is not None:
+                parameter.sub_(parameter.grad)
+    torch.testing.assert_close(model.state_dict(), plain.state_dict(), atol=1e-6, rtol=1e-5)
+    start = tiny_model(kind).state_dict()
+    assert any(not torch.equal(value, start[name]) for name, value in plain.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_gives_the_logits_of_padded_batches_in_the_order_of_the_samples(kind):
+    """The lines of one's own loop."""
+    samples = drawn_samples("sequences", 21)
+    expected = tiny_model(kind)(**padded_batch(samples)).logits
+    model = speed_up(tiny_model(kind, drops=True), say=quiet).train()
+
+    model.eval()
+    logits = []
+    with torch.no_grad():
+        for batch in DataLoader(samples, batch_size=8, collate_fn=PackedCollator()):
+            logits.append(model(**batch).logits)
+    logits = torch.cat(logits)  # [samples, labels]
+    model.train()
+
+    torch.testing.assert_close(logits, expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -439,6 +490,76 @@ def test_flash_attention_gets_no_bias_by_distance(kind, kernel, monkeypatch):
     model = speed_up(tiny_model(kind, hidden_size=16), say=quiet)
     model(**PackedCollator()(drawn_samples("sequences", 3)))
     assert asked == [kernel] * 2
+
+
+# Optimizers.
+
+MADE_BEFORE = "the optimizer was made before speed_up, which replaced {} of its parameters: make it"
+
+
+def stepped(optimizer, model) -> None:
+    """Do a step on a batch of sequences."""
+    model(**padded_batch(drawn_samples("sequences", 5))).loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, MasterAdamW])
+def test_an_optimizer_that_was_made_before_is_refused_or_trains_all_that_there_is(kind, make):
+    """Each of two layers has three projections of a weight and a bias, of which two are new."""
+    model = tiny_model(kind).train()
+    if make is MasterAdamW:
+        model.to(torch.bfloat16)
+    optimizer = make(model.parameters(), lr=0.1)
+    speed_up(model, say=quiet)
+    if kind in ("distilbert", "modernbert"):
+        assert {id(p) for p in optimizer.param_groups[0]["params"]} == {
+            id(p) for p in model.parameters()
+        }
+        stepped(optimizer, model)
+    else:
+        refused(MADE_BEFORE.format(2 * 3 * 2), stepped, optimizer, model)
+
+
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_of_the_head_alone_may_be_made_before(make):
+    model = tiny_model().train()
+    optimizer = make(model.classifier.parameters(), lr=0.1)
+    speed_up(model, say=quiet)
+    before = model.classifier.weight.detach().clone()
+    stepped(optimizer, model)
+    assert not torch.equal(model.classifier.weight, before)
+
+
+def test_a_step_of_one_launch_refuses_an_optimizer_that_was_made_before():
+    model = tiny_model().train()
+    optimizer = torch.optim.AdamW(model.parameters())
+    speed_up(model, say=quiet)
+    step = GraphedStep(model, optimizer, capture=False)
+    refused(MADE_BEFORE.format(12), step, padded_batch(drawn_samples("sequences", 5)))
+
+
+def test_a_trainer_refuses_an_optimizer_that_was_made_before(tmp_path):
+    """There it is within accelerate's."""
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    trainer = FastTrainer(
+        model,
+        TrainingArguments(str(tmp_path), report_to="none", use_cpu=True, disable_tqdm=True),
+        train_dataset=drawn_samples("sequences", 8),
+        optimizers=(optimizer, scheduler),
+        say=quiet,
+    )
+    refused(MADE_BEFORE.format(12), trainer.train)
+
+
+def test_a_compiled_step_refuses_an_optimizer_that_was_made_before():
+    model = tiny_model().train()
+    optimizer = torch.optim.SGD(model.parameters())
+    speed_up(model, say=quiet)
+    compiled = torch.compile(optimizer.step, backend="eager")
+    refused(MADE_BEFORE.format(12), compiled)
 
 
 # What is said.

@@ -3,25 +3,33 @@
 `pack` deals the samples of a dataset to packed sequences of one length (data/packing.py says why,
 and how they are dealt), as many to each, so that the mean of a loss is over as many samples in
 every step. PackedCollator makes a model's inputs of one of them, or of any list of samples. What a
-head then returns, own/packed_model.py lays out for each sample.
+head then returns, own/packed_model.py lays out for each sample. Which samples are refused, and what
+is told of others, own/samples.py says.
 """
 
+import os
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, get_worker_info
 
 from qa_lib.calls import checked, shown
 from qa_lib.data.batches import round_up
 from qa_lib.data.packing import ALIGN, DEALT_TOGETHER, deal, segment_ends
 from qa_lib.errors import UserError
+from qa_lib.own.samples import (
+    LABELS,
+    PER_SAMPLE,
+    check_dict,
+    columns_of,
+    doubts,
+    length_of,
+    lengths_and_ends,
+)
 
-# Columns of a sample: one number for each token, and one for the sample.
-PER_TOKEN = ("input_ids", "token_type_ids")
-PER_SAMPLE = ("start_positions", "end_positions")
-LABELS = ("labels", "label", "label_ids")  # names of one column, of which models know the first
+PER_TOKEN = ("input_ids", "token_type_ids")  # columns of one number for each token
 IGNORED = -100  # the label of padding, which losses leave out
 # Spans of samples that are dealt by themselves, so that few samples too are dealt otherwise in each
 # epoch; each gives at least so many packed sequences.
@@ -29,15 +37,18 @@ SPANS = 4
 LEAST_SPAN = 16
 SPARE = 1.01  # the length of packed sequences, over the first epoch's fullest
 TRIES = 4  # dealings of an epoch, until one fits
-# Samples that all have the length of the longest may have been cut there: at least this share of
-# all, and so many times as many as have each length just below.
-CUT_SHARE = 0.01
-CUT_TIMES = 5
-CUT_BELOW = 10
+LOW_FILL = 0.8  # below this share of tokens that are no padding, `pack` says what helps
+WORTH_SAYING = 0.1  # of the fill, which it gains at least
+MOST_LONGER = 8  # by how many times it recommends longer sequences at the most
 
 
-class PackedSequence(NamedTuple):
-    """The samples of a packed sequence, and its shape, which PackedCollator gives it."""
+@dataclass(eq=False)
+class PackedSequence(Mapping):
+    """The samples of a packed sequence, and its shape, which PackedCollator gives it.
+
+    PyTorch's own collators, and whoever hands this to a model, take it for a batch of tensors. It
+    is a Mapping so that they get an answer: whatever reads its items raises UserError.
+    """
 
     samples: list[dict]
     tokens: int
@@ -45,12 +56,24 @@ class PackedSequence(NamedTuple):
     longest: int
     """The most tokens that any sample of the dataset has."""
 
+    def _refuse(self, *_):
+        """Raise UserError that says how a batch is made of this."""
+        raise UserError(
+            "an item of pack(...) is no batch yet: "
+            "DataLoader(rows, batch_size=None, collate_fn=PackedCollator())"
+        )
+
+    __getitem__ = _refuse
+    __iter__ = _refuse
+    __len__ = _refuse
+
 
 class PackedDataset(Dataset):
     """A dataset whose items are PackedSequences of another one's samples; `pack` makes it.
 
     `tokens`, `samples` and `longest` are what each packed sequence has: its length, how many
-    samples, and the most tokens of one. `fill` is the share of tokens that are no padding.
+    samples, and the most tokens of one. `fill` is the share of tokens that are no padding. `rows`
+    has the numbers of the samples of each packed sequence in this epoch.
     """
 
     def __init__(
@@ -77,6 +100,8 @@ class PackedDataset(Dataset):
         if tokens is not None:
             self.tokens = min(self.tokens, tokens)
         self.rows = self.first
+        self.rows_epoch = 0
+        self._share_epoch()
         self.fill = lengths[np.concatenate(self.rows)].sum() / (len(self.rows) * self.tokens)
 
     def _most_samples(self, tokens: int) -> int:
@@ -112,24 +137,57 @@ class PackedDataset(Dataset):
         """Deal the samples anew for an epoch, as its number and the seed have it.
 
         The number of packed sequences and their shape stay. Where several dealings do not fit into
-        it, the packed sequences are those of the first epoch.
+        it, the packed sequences are those of the first epoch. Workers of a DataLoader follow.
         """
+        self.rows = self._rows_of(epoch)
+        self.rows_epoch = epoch
+        if self.process == os.getpid():
+            self.epoch.fill_(epoch)
+        else:  # another process has handed this over, and counts epochs for itself
+            self._share_epoch()
+
+    def _share_epoch(self) -> None:
+        """Put the epoch's number into shared memory, for the workers that this process starts.
+
+        They have copies of this dataset, which they may keep through all epochs.
+        """
+        self.epoch = torch.tensor(self.rows_epoch).share_memory_()
+        self.process = os.getpid()
+
+    def _rows_of(self, epoch: int) -> list[np.ndarray]:
+        """Return the numbers of the samples of each packed sequence in an epoch."""
         for attempt in range(TRIES):
-            self.rows = self._dealt(epoch, attempt)
-            if self._fits(self.rows, self.tokens):
-                return
-        self.rows = self.first
+            rows = self._dealt(epoch, attempt)
+            if self._fits(rows, self.tokens):
+                return rows
+        return self.first
 
     def __len__(self) -> int:
         return len(self.rows)
 
     def __getitem__(self, number: int) -> PackedSequence:
+        if get_worker_info() is not None and self.epoch != self.rows_epoch:
+            self.rows_epoch = int(self.epoch)
+            self.rows = self._rows_of(self.rows_epoch)
         numbers = self.rows[number].tolist()
         if hasattr(self.dataset, "__getitems__"):  # all in one look-up
             samples = self.dataset.__getitems__(numbers)
         else:
             samples = [self.dataset[number] for number in numbers]
         return PackedSequence(samples, self.tokens, self.longest)
+
+    def __copy__(self) -> "PackedDataset":
+        """Return a copy that has an epoch of its own."""
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        twin._share_epoch()
+        return twin
+
+    def __setstate__(self, state: dict) -> None:
+        """Become a copy that has an epoch of its own, or in a worker the epoch that it follows."""
+        self.__dict__.update(state)
+        if not self.epoch.is_shared():  # what a worker gets is
+            self._share_epoch()
 
 
 @checked
@@ -148,7 +206,8 @@ def pack(
     A packed sequence has at most `tokens` tokens, and as many samples as fit into each; or it has
     `samples` samples, and as many tokens as they need. The last one has what is left over, unless
     it is to be left out (`drop_last`). Its length is a multiple of 64 where it can be. Samples are
-    dealt anew by `set_epoch(number)`, from `seed`. `say` takes a line on what came out.
+    dealt anew by `set_epoch(number)`, from `seed`. `say` takes a line on what came out, which says
+    what would help where much is padding, and a line where samples seem to have been cut or padded.
 
     Raises UserError, which names the sample, where one is empty, has no labels though others have,
     or is longer than a packed sequence; no sample is ever cut.
@@ -165,7 +224,8 @@ def pack(
         raise UserError("pack takes either tokens=4096 or samples=32: how long, or how many")
     _check_number("tokens", tokens)
     _check_number("samples", samples)
-    lengths = _lengths(dataset)
+    columns = columns_of(dataset)
+    lengths, ends = lengths_and_ends(columns["input_ids"])
     if tokens is not None and lengths.max() > tokens:
         number = int(lengths.argmax())
         raise UserError(
@@ -176,14 +236,10 @@ def pack(
     packed = PackedDataset(dataset, lengths, tokens, samples, seed, drop_last)
     say(
         f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
-        f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full"
+        f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full{_advice(packed, tokens)}"
     )
-    cut = _perhaps_cut(lengths)
-    if cut:
-        say(
-            f"{cut:,} of {len(lengths):,} samples have exactly {lengths.max():,} tokens, "
-            "many more than have any number just below: the tokenizer may have cut them"
-        )
+    for line in doubts(columns["input_ids"], lengths, ends):
+        say(line)
     return packed
 
 
@@ -193,98 +249,33 @@ def _check_number(name: str, value: int | None) -> None:
         raise UserError(f"{name} is {value!r}: give a whole number, 1 or more")
 
 
-def _lengths(dataset) -> np.ndarray:
-    """Return how many tokens each sample has, int64; raise UserError for what cannot be trained."""
-    if isinstance(dataset, Mapping):  # what a tokenizer returns, too
-        raise UserError(
-            f"a {type(dataset).__name__} is no list of samples: of columns make one, "
-            "datasets.Dataset.from_dict(...), and of splits give one, dataset['train']"
-        )
-    if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-        raise UserError(
-            f"a {type(dataset).__name__} cannot be packed ahead, its length is not known: "
-            "DataLoader(dataset, batch_size=32, collate_fn=PackedCollator()), "
-            "or FastTrainer(..., packed=False)"
-        )
-    if len(dataset) == 0:
-        raise UserError("the dataset is empty: there is nothing to pack")
-    columns = _columns(dataset)
-    for name in (*LABELS, *PER_SAMPLE):
-        missing = [number for number, value in enumerate(columns.get(name, ())) if value is None]
-        _refuse_samples(missing, f"no {name}")
-    lengths = np.array(
-        [_length(ids, f"sample {number}") for number, ids in enumerate(columns["input_ids"])],
-        dtype=np.int64,
-    )
-    _refuse_samples(np.flatnonzero(lengths == 0), "no tokens")
-    return lengths
+def _advice(packed: PackedDataset, tokens: int | None) -> str:
+    """Return what makes packed sequences fuller, if they are not full; else an empty text.
 
-
-def _columns(dataset) -> dict[str, Sequence]:
-    """Return the tokens of all samples, and their labels where they have some, by their names.
-
-    Raises UserError where some samples lack what others have.
+    One long sample leaves few tokens to others in its sequence, and all sequences have as many
+    samples. Where more samples share a sequence, each has its part of the long ones.
     """
-    wanted = ("input_ids", *LABELS, *PER_SAMPLE)
-    names = getattr(dataset, "column_names", None)
-    if names is not None:
-        columns = {name: dataset[name] for name in wanted if name in names}
-    else:
-        samples = [dataset[number] for number in range(len(dataset))]
-        for number, sample in enumerate(samples):
-            _check_dict(sample, f"sample {number}")
-        names = set().union(*samples)
-        columns = {}
-        for name in wanted:
-            lacking = [number for number, sample in enumerate(samples) if name not in sample]
-            if name in names:
-                _refuse_samples(lacking, f"no {name}, and others have")
-                columns[name] = [sample[name] for sample in samples]
-    if "input_ids" not in columns:
-        raise UserError(
-            f"samples have no input_ids, only {', '.join(sorted(names))}: tokenize them"
+    if packed.fill >= LOW_FILL:
+        return ""
+    fullest = packed
+    samples = packed.samples
+    while fullest.fill < LOW_FILL and samples < len(packed.lengths):
+        samples *= 2
+        longer = PackedDataset(
+            packed.dataset, packed.lengths, None, samples, packed.seed, packed.drop_last
         )
-    return columns
-
-
-def _refuse_samples(numbers: Sequence[int], what: str) -> None:
-    """Raise UserError that samples of these numbers have `what`, if there are any."""
-    if len(numbers) == 1:
-        raise UserError(f"sample {numbers[0]} has {what}: leave it out before packing")
-    if len(numbers):
-        raise UserError(
-            f"sample {numbers[0]} and {len(numbers) - 1:,} others have {what}: "
-            "leave them out before packing"
-        )
-
-
-def _check_dict(sample, which: str) -> None:
-    """Raise UserError for a sample that is no dict."""
-    if not isinstance(sample, Mapping):
-        raise UserError(f"{which} is a {type(sample).__name__}: give a dict with input_ids")
-
-
-def _length(ids, which: str) -> int:
-    """Return how many tokens a sample has; raise UserError where its ids are no flat list."""
-    try:
-        dimensions = np.ndim(ids[:1])
-    except (TypeError, IndexError):  # a number
-        dimensions = 0
-    if dimensions != 1:
-        raise UserError(
-            f"input_ids of {which} are no list of whole numbers: "
-            "tokenize by tokenizer(text), without return_tensors"
-        )
-    return len(ids)
-
-
-def _perhaps_cut(lengths: np.ndarray) -> int:
-    """Return how many samples have the length of the longest, if they seem to have been cut."""
-    counts = np.bincount(lengths)
-    at_most = int(counts[-1])
-    below = counts[:-1][-CUT_BELOW:].mean()
-    many = at_most > CUT_SHARE * len(lengths) and at_most > CUT_TIMES * max(below, 1)
-    return at_most if many and at_most < len(lengths) else 0
+        if longer.tokens > MOST_LONGER * packed.tokens:
+            break
+        if longer.fill > fullest.fill:
+            fullest = longer
+    if fullest.fill < packed.fill + WORTH_SAYING:
+        return ""
+    if tokens is not None:
+        return f"; longer ones would be {fullest.fill:.0%} full: tokens={fullest.tokens}"
+    return (
+        f"; {fullest.samples:,} in each would make them {fullest.fill:.0%} full: "
+        f"samples={fullest.samples}"
+    )
 
 
 class PackedCollator:
@@ -324,12 +315,7 @@ class PackedCollator:
         """Return the inputs of `samples`: a list of dicts, or what an item of `pack(...)` is."""
         tokens = self.tokens
         longest = None
-        if not isinstance(samples, list | tuple) or not samples:
-            raise UserError(
-                f"PackedCollator got {shown(samples)}: "
-                "give a list of samples, or an item of pack(...)"
-            )
-        if isinstance(samples, list) and isinstance(samples[0], PackedSequence):
+        if isinstance(samples, list) and samples and isinstance(samples[0], PackedSequence):
             if len(samples) > 1:
                 raise UserError(
                     f"{len(samples)} packed sequences in a batch: one is a batch already, "
@@ -337,7 +323,14 @@ class PackedCollator:
                 )
             (samples,) = samples
         if isinstance(samples, PackedSequence):
-            samples, tokens, longest = samples
+            tokens = samples.tokens
+            longest = samples.longest
+            samples = samples.samples
+        if not isinstance(samples, list | tuple) or not samples:
+            raise UserError(
+                f"PackedCollator got {shown(samples)}: "
+                "give a list of samples, or an item of pack(...)"
+            )
         lengths = _checked_lengths(samples)
         longest = longest or int(lengths.max())
         total = int(lengths.sum())
@@ -356,7 +349,7 @@ def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:
     Raises UserError for samples that are empty, padded, or have no labels where others have.
     """
     for number, sample in enumerate(samples):
-        _check_dict(sample, f"sample {number} of the batch")
+        check_dict(sample, f"sample {number} of the batch")
     names = set().union(*samples) & {*LABELS, *PER_SAMPLE, *PER_TOKEN} | {"input_ids"}
     lengths = []
     for number, sample in enumerate(samples):
@@ -364,7 +357,7 @@ def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:
         for name in names:
             if sample.get(name) is None:
                 raise UserError(f"{which} has no {name}, and others have")
-        lengths.append(_length(sample["input_ids"], which))
+        lengths.append(length_of(sample["input_ids"], which))
         if lengths[-1] == 0:
             raise UserError(f"{which} is empty: leave it out")
         if "attention_mask" in sample and not all(sample["attention_mask"]):
@@ -431,9 +424,11 @@ def _labels(labels: list, lengths: np.ndarray, longest: int) -> torch.Tensor:
         return stacked.float() if is_real else stacked.long()
     padded = np.full((len(labels), longest), IGNORED, dtype=np.int64)
     for number, (array, length) in enumerate(zip(arrays, lengths, strict=True)):
-        if len(array) != length:
+        if array.shape != (length,):
             raise UserError(
-                f"sample {number} of the batch has {len(array)} labels for {length} tokens"
+                f"sample {number} of the batch has {array.size} labels for {length} tokens: "
+                "for labels of tokens give one for each, and for several labels of a sample "
+                "real numbers, such as 1.0"
             )
         padded[number, :length] = array
     return torch.from_numpy(padded)

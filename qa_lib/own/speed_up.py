@@ -11,11 +11,13 @@ attention kernel, or are made to. All tests of this part then take it.
 """
 
 from collections.abc import Callable
+from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from transformers import PreTrainedModel
 from transformers.activations import GELUActivation
 
@@ -76,8 +78,8 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     what was not, and why.
 
     Raises UserError for another architecture, a decoder, a model with adapters or quantized
-    weights, and one that has been sped up; a later call of the model raises it for adapters that
-    were added to the fused linear layer.
+    weights, and one that has been sped up. Later a call of the model raises it for adapters that
+    were added to the fused linear layer, and a step of an optimizer that was made before.
 
         from transformers import AutoModelForSequenceClassification
         from qa_lib import speed_up
@@ -86,6 +88,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
         speed_up(model)  # BertForSequenceClassification: fused QKV, hash dropout, ...
     """
     _check(model)
+    parameters = list(model.parameters())
     if model.config.model_type == "mpnet":
         _give_bert_layers(model)
     root = Rooted(model)
@@ -113,6 +116,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
         draw_dropouts(root)
     model.train(model.training)  # modules that are new begin in training mode
     encoder.is_sped_up = True
+    _mark_replaced(parameters, model)
     say(_told(model, left_out))
     return model
 
@@ -216,6 +220,41 @@ def _takes_varlen(model: PreTrainedModel) -> bool:
     config = model.config
     width = config.hidden_size // config.num_attention_heads
     return lacking(VARLEN, config.model_type) is None and unfit_heads(width) is None
+
+
+# Optimizers that were made before. What they have of the model's parameters gets no gradients any
+# more, and they leave out such parameters without a word.
+
+
+def _mark_replaced(parameters: list[nn.Parameter], model: PreTrainedModel) -> None:
+    """Mark those of a model's earlier parameters that it has no longer, for optimizers to see."""
+    kept = {id(parameter) for parameter in model.parameters()}
+    for parameter in parameters:
+        if id(parameter) not in kept:
+            parameter.is_replaced = True
+            _watch_optimizers()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Have every optimizer look for replaced parameters before its steps. Called again: nothing."""
+    register_optimizer_step_pre_hook(_refuse_replaced)
+
+
+def _refuse_replaced(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
+    """Raise UserError for an optimizer that has parameters which `speed_up` replaced.
+
+    This takes microseconds, and is in no CUDA graph.
+    """
+    replaced = 0
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            replaced += getattr(parameter, "is_replaced", False)
+    if replaced:
+        raise UserError(
+            f"the optimizer was made before speed_up, which replaced {replaced} of its "
+            "parameters: make it afterwards"
+        )
 
 
 def _told(model: PreTrainedModel, left_out: dict[str, str]) -> str:
