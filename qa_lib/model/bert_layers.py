@@ -54,6 +54,9 @@ def replace_layers(layers: nn.ModuleList, kind: str, config: BertConfig) -> None
             # The new parameter decides whether the one that takes its place trains.
             parameter.requires_grad_(parameters[name].requires_grad)
         new.load_state_dict(parameters, assign=True)
+        if getattr(layer, "gradient_checkpointing", False):  # as transformers has set it
+            new.gradient_checkpointing = True
+            new._gradient_checkpointing_func = layer._gradient_checkpointing_func
         layers[number] = new.train(layer.training)
 
 

@@ -24,6 +24,7 @@ from transformers.activations import GELUActivation
 from qa_lib.calls import checked, expect
 from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
+from qa_lib.model import distilbert, mpnet
 from qa_lib.model.architectures import REFUSED, encoder_of, layers_of
 from qa_lib.model.attention import (
     QUICKEST,
@@ -34,8 +35,8 @@ from qa_lib.model.attention import (
     quickest_kernel,
     use_varlen_attention,
 )
+from qa_lib.model.bert_layers import keep_names
 from qa_lib.model.fused_blocks import FusedIntermediate, use_fused_norms, use_hash_dropout
-from qa_lib.model.mpnet import keep_names, replace_layers
 from qa_lib.own.packed_model import (
     Rooted,
     draw_dropouts,
@@ -89,9 +90,8 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     """
     _check(model)
     parameters = list(model.parameters())
-    if model.config.model_type == "mpnet":
-        _give_bert_layers(model)
     root = Rooted(model)
+    _give_bert_layers(model, root)
     left_out = {name: why for name in TECHNIQUES if (why := _why_not(name, model, root))}
     if FUSED_QKV not in left_out:
         fuse_projections(root, QuickSelfAttention)
@@ -148,13 +148,19 @@ def _check(model: PreTrainedModel) -> None:
         raise UserError(f"this {name} has been sped up already: call speed_up once")
 
 
-def _give_bert_layers(model: PreTrainedModel) -> None:
-    """Give an MPNet layers like BERT's whose checkpoint is that of MPNet's own, in place."""
-    replace_layers(model.base_model, attention="sdpa")
-    for layer in model.base_model.encoder.layer:
-        keep_names(layer)
-    hand_on_segments(model)
-    model.supports_gradient_checkpointing = True  # BERT's layers can be computed again
+def _give_bert_layers(model: PreTrainedModel, root: Rooted) -> None:
+    """Give an MPNet or a DistilBERT BERT's layers, in place; checkpoints stay those of its own."""
+    kind = model.config.model_type
+    if kind == "mpnet":
+        mpnet.change_backbone(model.base_model, attention="sdpa")
+        hand_on_segments(model)
+        model.supports_gradient_checkpointing = True  # BERT's layers can be computed again
+    elif kind == "distilbert":
+        distilbert.use_bert_layers(model.base_model, model.config._attn_implementation)
+    else:
+        return
+    for layer in layers_of(root):
+        keep_names(layer, kind)
 
 
 def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:

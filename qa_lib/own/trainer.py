@@ -25,7 +25,6 @@ from qa_lib.own.trainer_checks import (
     SuitedPadding,
     check_checkpoint,
     check_collator,
-    check_held,
     check_padding,
     check_unpacked,
     name_of,
@@ -68,7 +67,8 @@ class FastTrainer(Trainer):
 
     Raises UserError where `speed_up` or `pack` does, where one process has several GPUs, for
     `cuda_graph` without one, and for what trainer_checks.py has: a collator that packing would
-    leave out, padded samples, an optimizer made before `speed_up`, another training's checkpoint.
+    leave out, padded samples, another training's checkpoint. Give an optimizer of your own as
+    `optimizer_cls_and_kwargs`, or make it after `speed_up(model)`.
 
         import torch
         from transformers import TrainingArguments
@@ -113,7 +113,7 @@ class FastTrainer(Trainer):
             args.bf16 = False
             args.mixed_precision = "no"
         if model is not None:
-            model = self._prepared(model, optimizer)
+            model = self._prepared(model)
         with _no_autocast() if self.casts else contextlib.nullcontext():
             super().__init__(model, args, data_collator, *more, **options)
         if data_collator is None:
@@ -142,18 +142,10 @@ class FastTrainer(Trainer):
         """Return the model that `model_init` makes, sped up."""
         return self._prepared(super().call_model_init(trial))
 
-    def _prepared(
-        self, model: PreTrainedModel, optimizer: torch.optim.Optimizer | None = None
-    ) -> PreTrainedModel:
-        """Return a model sped up, with weights in bf16 where they shall be.
-
-        Raises UserError for an optimizer of the model as it was before.
-        """
+    def _prepared(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Return a model sped up, with weights in bf16 where they shall be."""
         if not getattr(getattr(model, "base_model", None), "is_sped_up", False):
-            before = set(model.parameters()) if optimizer else set()
             speed_up(model, say=self.say)
-            if optimizer:
-                check_held(optimizer, before - set(model.parameters()))
         if self.casts:
             model.to(torch.bfloat16)
             self.say("weights in bf16, with fp32 masters in the optimizer")

@@ -1,9 +1,8 @@
 """What FastTrainer cannot take over from a script, each refused in one line; and how it pads.
 
 A script was written for transformers.Trainer. Its collator may do more than pad, its samples may be
-padded, its optimizer may hold parameters that the model no longer has, and the checkpoint that it
-resumes may be one of another training. Most of these would not stop a training: it would go on, and
-learn something else or less.
+padded, and the checkpoint that it resumes may be one of another training. Most of these would not
+stop a training: it would go on, and learn something else or less.
 """
 
 import json
@@ -14,7 +13,6 @@ import datasets
 import numpy as np
 import pyarrow.compute as pc
 import torch
-from torch import nn
 from transformers import (
     DataCollatorForTokenClassification,
     DataCollatorWithPadding,
@@ -183,26 +181,6 @@ def _outer_tokens_of_columns(dataset: datasets.Dataset) -> tuple[np.ndarray, np.
     return np.concatenate(first), np.concatenate(last)
 
 
-# Optimizers.
-
-
-def held_by(optimizer: torch.optim.Optimizer) -> set[nn.Parameter]:
-    """Return the parameters that an optimizer holds."""
-    return {p for group in optimizer.param_groups for p in group["params"]}
-
-
-def check_held(optimizer: torch.optim.Optimizer, replaced: set[nn.Parameter]) -> None:
-    """Raise UserError for an optimizer that holds parameters which speed_up has replaced."""
-    count = len(held_by(optimizer) & replaced)
-    if count:
-        name = type(optimizer).__name__
-        raise UserError(
-            f"the {name} that was given holds {count} parameters that speed_up replaces: "
-            f"speed_up(model) before {name}(model.parameters()), or FastTrainer("
-            f"optimizer_cls_and_kwargs=({name}, {{...}}))"
-        )
-
-
 # Checkpoints.
 
 
@@ -231,7 +209,7 @@ def _why_not_resumed(
     state = _optimizer_state(folder)
     if state is None:
         return f"its weights are in {there}, and here in {here}" if there != here else None
-    count = len(held_by(optimizer))
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
     count_there = sum(len(group["params"]) for group in state["param_groups"])
     has_masters = any("low_bits" in values for values in state["state"].values())
     if count_there > count and not has_masters:
