@@ -40,15 +40,17 @@ def test_the_pages_loop_runs_and_learns(capsys):
     exec(loop, {})
     said = capsys.readouterr().out.splitlines()
     assert said[0].startswith("BertForSequenceClassification: fused QKV")
-    losses = [float(line.split()[1]) for line in said[-3:]]
+    *losses, accuracy = [float(line.split()[1]) for line in said[-4:]]
     assert losses[2] < losses[0]
+    assert accuracy > 0.9
     AutoModelForSequenceClassification.from_pretrained("my-classifier")
 
 
 @pytest.mark.usefixtures("beside_a_model")
-def test_the_pages_trainer_runs():
+def test_the_pages_trainer_runs(capsys):
     _, trainer, _ = examples_of_the_page()
     exec(trainer, {})
+    assert float(capsys.readouterr().out.splitlines()[-1]) < 1  # the loss of an evaluation
     AutoModelForTokenClassification.from_pretrained("my-labels/last")
 
 

@@ -142,6 +142,21 @@ def test_a_lead_is_told_by_kernels_too_where_both_are_known(block):
     assert "waits for the host else" not in block(unknown)
 
 
+def test_what_was_timed_by_other_code_is_told_in_a_sentence(block):
+    old = [
+        one | {"code": "fedcba9876"}
+        for one in LINES
+        if one["way"] in (TUNED, FAST) and one["round"] == 0
+    ]
+    assert (
+        "Other hosts and older code, over the tuned Trainer there: `FastTrainer(cuda_graph=True)` "
+        "×1.40 over 1,000 samples/s for paragraphs at 32 (one H200, digest fedcba9)."
+    ) in block([*LINES, *old])
+    assert "Other hosts" not in block(LINES)
+    without = [one for one in old if one["way"] == FAST]
+    assert "Other hosts" not in block([*LINES, *without])
+
+
 def test_techniques_that_lose_to_the_plain_loop_are_named_with_their_kernels(block):
     slower = [line("speed_up", number, 400.0 * (1 + number % 2)) for number in range(3)]
     quicker = [line("packing", number, 600.0 * (1 + number % 2)) for number in range(3)]
@@ -159,7 +174,7 @@ def test_the_lines_that_are_shown_are_of_the_code_that_measured_the_most(block):
     newer = line(LOOP, 0, 7.0, code="new", date="2026-11-29")
     assert "abcdefg" in block([*LINES, newer])
     as_many = [one | {"code": "newer", "date": "2026-11-30"} for one in LINES]
-    assert "code newer" in block([*LINES, *as_many])
+    assert "digest newer" in block([*LINES, *as_many])
 
 
 def test_of_a_turn_that_was_measured_twice_the_last_counts(tmp_path):

@@ -7,14 +7,16 @@ import subprocess
 
 import nbformat
 import pytest
+import torch
 from nbconvert.exporters import get_exporter
 from traitlets.config import PyFileConfigLoader
-from transformers import AutoModelForQuestionAnswering
+from transformers import AutoModelForQuestionAnswering, AutoModelForSequenceClassification
 
 from qa_lib.lab.cli.verbs import VERBS, parser_of
 from qa_lib.spec.presets import PRESETS, find_preset
 from qa_lib.spec.variants import find_family, find_variant
 from tests.material import ROOT, python, squad_folder
+from tests.own import drawn_samples
 from tests.tiny import checkpoint
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -180,7 +182,19 @@ def test_the_python_of_the_readme_runs(own_folder, capsys):
     exec(first, {})
     (card,) = own_folder.glob("runs/*/*/model/README.md")
     assert "A4: " in card.read_text()
-    exec(second, {})
+    # What is for a GPU alone:
+    for own, here in [
+        ('"cuda"', '"cpu"'),
+        ("(model, optimizer)", "(model, optimizer, capture=False)"),
+    ]:
+        assert own in second
+        second = second.replace(own, here)
+    shown = {}
+    exec(second, shown)
+    before = AutoModelForSequenceClassification.from_pretrained("my-bert").state_dict()
+    trained = shown["train"](drawn_samples("sequences", 64)).state_dict()
+    name = "bert.encoder.layer.0.attention.self.query.weight"
+    assert not torch.equal(trained[name].float(), before[name])
 
 
 def test_the_python_of_the_page_on_own_models_runs(own_folder, capsys):

@@ -55,12 +55,14 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     """
     if not FILE.exists():
         return NOT_MEASURED
-    shown = newest_of_most(load_lines(FILE))
+    lines = load_lines(FILE)
+    shown = newest_of_most(lines)
     ways = way_lines(shown)
     first = shown.iloc[0]
     paragraphs = [
         [finding_of(ways, spoken.card(first["card"])), waiting_sentence(ways)],
         [*goal_sentences(ways), own_step_sentence(ways, runs, first["card"])],
+        [elsewhere_sentence(lines.drop(shown.index))],
         [slower_sentence(ways)],
     ]
     steps = "–".join(map(str, sorted({shown["steps"].min(), shown["steps"].max()})))
@@ -69,7 +71,8 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
         f"Medians over rounds (lowest–highest) of {steps} steps each, in turns, in "
         f"{'one call' if calls == 1 else f'{calls} calls'} of the bench, on one "
         f"{spoken.card(first['card'])} with torch {first['torch']}, transformers "
-        f"{first['transformers']}, code {first['code'][:7]}. Ratios are of turns in one round. "
+        f"{first['transformers']}, by files with the digest {first['code'][:7]}. Ratios are of "
+        "turns in one round. "
         "Weights and tokens are random; tokens/s are without padding. Kernels' ms are of "
         "a step, from one profile: without what the GPU waits for the host. With another "
         "host's CPU the factors are others, and the kernels' times nearly the same."
@@ -221,6 +224,27 @@ def waiting_sentence(ways: pd.DataFrame) -> str:
         f"The tuned Trainer's GPU works for {said}, and waits for the host else: what the lead is "
         "above that by kernels comes from this host."
     )
+
+
+def elsewhere_sentence(others: pd.DataFrame) -> str:
+    """Return what was faster than the tuned Trainer in lines that the table does not show.
+
+    "" where it was not timed there.
+    """
+    said = []
+    for (card, _, _, code), lines in others.groupby(ORIGIN):
+        ways = way_lines(lines)
+        compared = ways[ways["way"].isin([ALL, FAST]) & ways["over_tuned"].notna()]
+        for line in compared.itertuples():
+            in_part = (ways[PART] == [getattr(line, name) for name in PART]).all(axis=1)
+            tuned = ways.loc[in_part & (ways["way"] == TUNED), SPEED].iloc[0]
+            said.append(
+                f"{WAYS[line.way]} {factor(line.over_tuned)} over {number(tuned)} samples/s for "
+                f"{_place(line)} (one {spoken.card(card)}, digest {code[:7]})"
+            )
+    if not said:
+        return ""
+    return f"Other hosts and older code, over the tuned Trainer there: {'; '.join(said)}."
 
 
 def slower_sentence(ways: pd.DataFrame) -> str:

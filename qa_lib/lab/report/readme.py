@@ -164,7 +164,7 @@ def techniques(runs: pd.DataFrame, group: str, figures: Path) -> str:
     card = spoken.card(chosen["env.gpu"].iloc[0])
     explanation = (
         f"Timed on one {card}, with {lines['micro_batch'].iloc[0]} samples in a forward pass. Each "
-        "row is a pair of its own, so that gains do not multiply. Intervals are of "
+        "row is a pair of its own: do not multiply the gains. Intervals are of "
         f"{LEVEL} %, over equal seeds that ran on one host within an hour. Where the GPU was not "
         "busy before, it waited for the host, "
         "and a part of the gain is the host's: a quicker one leaves less."

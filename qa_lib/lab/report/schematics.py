@@ -61,9 +61,12 @@ def fig_captured() -> Figure:
     busy = durations.sum() / (end - LAUNCH)
     title = (
         f"In a made-up example, kernels launched one by one keep the GPU busy for {percent(busy)} "
-        "of the time; captured, for all of it"
+        "of the time; captured, no kernel waits for the host"
     )
-    note = "Schematic: a step of BERT-base has hundreds of kernels. White: waiting for the host."
+    note = (
+        "Schematic: a step of BERT-base has hundreds of kernels. White before the last kernel: "
+        "the GPU waits for the host."
+    )
     figure = style.new_figure(title, note, height=3.4)
     axes = figure.subplots(2, 1, sharex=True)
     _draw_step(axes[0], "launched one by one", launched, one_by_one)
