@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 
 from qa_lib.lab.report import own_loop_table
+from qa_lib.lab.report.evidence import NotMeasured
 from qa_lib.lab.report.own_loop_table import ALL, FAST, LOOP, TUNED, load_lines, way_lines
 from qa_lib.own import bench
 from tests.material import committed, refused
@@ -226,3 +227,12 @@ def test_the_loop_is_to_reach_nine_tenths_of_the_newest_codes_own_training(block
     assert "the goal of 90.0 % is missed" in block(LINES, pd.DataFrame([old]))
     large = own_run(340_000, "2026-11-28", **{"model.name": "bert-large"})
     assert "goal of 90.0 %" not in block(LINES, pd.DataFrame([large]))
+
+
+def test_a_notebook_shows_the_committed_table_where_there_is_a_checkout(tmp_path, monkeypatch):
+    text = own_loop_table.on_a_gpu()
+    assert text.startswith("**On one H200 a loop with all of it trains, ")
+    assert "| all that, as one CUDA graph (all) |" in text
+    monkeypatch.setattr(own_loop_table, "ROOT", tmp_path)
+    with pytest.raises(NotMeasured, match="is in a checkout alone"):
+        own_loop_table.on_a_gpu()

@@ -11,9 +11,10 @@ from pathlib import Path
 import pandas as pd
 
 from qa_lib.lab.report import spoken
-from qa_lib.lab.report.evidence import ReportError
+from qa_lib.lab.report.evidence import NotMeasured, ReportError
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.tables import compact, markdown
+from qa_lib.paths import ROOT
 
 FILE = Path("docs/own-bench.jsonl")
 NOT_MEASURED = "How much it gives on a GPU is not measured yet."
@@ -80,6 +81,20 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     said = [" ".join(filter(None, sentences)) for sentences in paragraphs]
     parts = [*said, markdown(in_words(ways), LEFT), source]
     return "\n\n".join(part for part in parts if part)
+
+
+def on_a_gpu() -> str:
+    """Return as Markdown the finding and the table of the committed lines, for a notebook.
+
+    Raises NotMeasured where they are not here, as in an installed package.
+    """
+    if not (ROOT / FILE).exists():
+        raise NotMeasured(f"{FILE} is in a checkout alone")
+    shown = newest_of_most(load_lines(ROOT / FILE))
+    ways = way_lines(shown)
+    finding = finding_of(ways, spoken.card(shown["card"].iloc[0]))
+    sentences = filter(None, [finding, waiting_sentence(ways)])
+    return f"{' '.join(sentences)}\n\n{markdown(in_words(ways), LEFT)}"
 
 
 def load_lines(path: Path) -> pd.DataFrame:
