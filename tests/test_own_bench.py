@@ -12,7 +12,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from qa_lib.own import bench, bench_turns
+from qa_lib.own import bench, bench_turns, bench_ways
 from qa_lib.own.bench_turns import TimeIsUp, WayFailed
 from tests.own_ways import idle
 
@@ -119,15 +119,16 @@ def test_a_way_of_the_bench_has_these_techniques(
     way, is_sped_up, takes_packed, dtype, is_packed, monkeypatch
 ):
     seen = Mock()
-    for name in ("speed_up", "take_packed", "time_loop", "loader_of", "plain_step", "master_step"):
-        monkeypatch.setattr(bench, name, getattr(seen, name))
-    bench.train_by(way, bench.parsed([*BRIEF, way]), 1, bench.Measured(1, 4))
+    loaders = ("padded_loader", "packed_loader")
+    for name in ("speed_up", "take_packed", "time_loop", "plain_step", "master_step", *loaders):
+        monkeypatch.setattr(bench_ways, name, getattr(seen, name))
+    bench.train_by(way, bench.parsed([*BRIEF, way]), 1, bench_turns.Measured(1, 4))
     make = seen.master_step if dtype == torch.bfloat16 else seen.plain_step
     model = make.call_args.args[0]
     assert model.dtype == dtype
     assert (seen.speed_up.called, seen.take_packed.called) == (is_sped_up, takes_packed)
-    assert seen.loader_of.call_args.args[1:] == (4, is_packed)
-    assert seen.time_loop.call_args.args[0] is make.return_value
+    loader = seen.packed_loader if is_packed else seen.padded_loader
+    assert seen.time_loop.call_args.args[:2] == (make.return_value, loader.return_value)
 
 
 # The order of turns, the file and the limit.
@@ -238,7 +239,7 @@ def test_a_line_says_what_was_measured(ways, tmp_path, capsys):
     line = json.loads(path.read_text())
     assert line == json.loads(capsys.readouterr().out.splitlines()[0])
     assert line.pop("date") >= line.pop("sitting") > "2026"
-    lengths = [len(sample["input_ids"]) for sample in bench.drawn_samples("labels", 16, 100)]
+    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples("labels", 16, 100)]
     assert line == {
         "card": "cpu",
         "torch": torch.__version__,
@@ -397,7 +398,7 @@ def test_the_bench_takes_all_ways_at_pairs_of_sentences_where_nothing_else_is_sa
     assert vars(bench.parsed([])) == {
         "task": "pairs",
         "size": "tiny",
-        "ways": bench.WAYS,
+        "ways": list(bench.WAYS),
         "batch": 32,
         "samples": 16384,
         "steps": 100,
@@ -415,13 +416,13 @@ def test_a_bench_without_a_warm_up_is_refused(capsys):
 
 
 def test_no_step_of_a_warm_up_that_was_stopped_has_been_timed():
-    measured = bench.Measured(warm_up=3, batch=4)
+    measured = bench_turns.Measured(warm_up=3, batch=4)
     measured.step()
     assert measured.timed_steps == 0
 
 
 def test_a_loops_result_has_the_mean_of_its_first_and_of_its_last_ten_losses():
-    measured = bench.Measured(warm_up=0, batch=4)
+    measured = bench_turns.Measured(warm_up=0, batch=4)
     for loss in range(25):
         measured.step(torch.tensor(loss))
     result = measured.result()
@@ -432,7 +433,8 @@ def test_a_loops_result_has_the_mean_of_its_first_and_of_its_last_ten_losses():
 def test_the_benchs_plain_batches_are_whole_and_in_another_order_in_each_epoch():
     samples = [{"input_ids": [number], "labels": 0} for number in range(10)]
     torch.manual_seed(0)
-    batches = list(bench.repeated(bench.loader_of(samples, 4, is_packed=False), 4))
+    work = bench_ways.Work(None, samples, 4, 0, None)
+    batches = list(bench_ways.repeated(bench_ways.padded_loader(work), 4))
     ids = [batch["input_ids"] for batch in batches]
     epochs = torch.cat(ids[:2]), torch.cat(ids[2:])
     assert [len(rows) for rows in ids] == [4, 4, 4, 4]
@@ -445,7 +447,7 @@ def test_the_benchs_plain_batches_are_whole_and_in_another_order_in_each_epoch()
     [("pairs", 36, 0.45, 128), ("paragraphs", 160, 0.35, 384), ("labels", 22, 0.6, 128)],
 )
 def test_the_benchs_samples_are_as_long_as_those_of_the_data_sets(task, median, spread, longest):
-    lengths = [len(sample["input_ids"]) for sample in bench.drawn_samples(task, 4000, 100)]
+    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples(task, 4000, 100)]
     assert statistics.median(lengths) == pytest.approx(median, abs=3)
     assert longest / 1.2 < max(lengths) <= longest
     # The spread is that of the lengths' logarithms: 68 % lie within it of the median.
@@ -454,7 +456,7 @@ def test_the_benchs_samples_are_as_long_as_those_of_the_data_sets(task, median, 
 
 
 def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):
-    real_padded = bench.padded
+    real_padded = bench_ways.padded
     seen = []
 
     def seeing(samples, multiple=1):
@@ -462,10 +464,10 @@ def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):
         seen.append(batch["input_ids"].shape)
         return batch
 
-    monkeypatch.setattr(bench, "padded", seeing)
+    monkeypatch.setattr(bench_ways, "padded", seeing)
     words = "--task paragraphs --batch 4 --samples 64 --steps 20 --warm-up 1 --ways trainer-tuned"
     arguments = bench.parsed(words.split())
-    measured = bench.Measured(arguments.warm_up, arguments.batch)
+    measured = bench_turns.Measured(arguments.warm_up, arguments.batch)
     bench.train_by("trainer-tuned", arguments, arguments.steps, measured)
     lengths = [length for count, length in seen if count == 4]
     visited = measured.warm_up - arguments.warm_up
@@ -476,15 +478,15 @@ def test_the_tuned_trainers_warm_up_visits_every_padded_length(monkeypatch):
 def test_a_length_that_no_batch_can_have_is_not_visited():
     """The two shortest samples are never in a batch of three without a longer one."""
     samples = [{"input_ids": [5] * length} for length in (130, 10, 100, 20, 140)]
-    assert bench.batches_of_each_length(samples, 3) == [2, 0, 4, 1, 3, 2]
+    assert bench_ways.batches_of_each_length(samples, 3) == [2, 0, 4, 1, 3, 2]
 
 
-@pytest.mark.parametrize("task", bench.TASKS)
+@pytest.mark.parametrize("task", bench_ways.TASKS)
 def test_the_benchs_samples_have_labels_that_can_be_learnt(task):
-    samples = bench.drawn_samples(task, 20, 100)
+    samples = bench_ways.drawn_samples(task, 20, 100)
     for sample in samples:
         first = sample["labels"][0] if task == "labels" else sample["labels"]
         assert first == sample["input_ids"][0] % 2
     assert torch.equal(
-        bench.padded(samples)["input_ids"][0][:3], torch.tensor(samples[0]["input_ids"][:3])
+        bench_ways.padded(samples)["input_ids"][0][:3], torch.tensor(samples[0]["input_ids"][:3])
     )

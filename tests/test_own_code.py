@@ -8,7 +8,7 @@ import pytest
 from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 import qa_lib
-from qa_lib.own import bench
+from qa_lib.own import bench_ways
 from qa_lib.own.packing import PackedCollator, pack
 from tests.material import ROOT
 from tests.own import drawn_samples, quiet, tiny_model
@@ -88,10 +88,10 @@ def test_a_docstrings_example_runs(name):
 
 def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
     monkeypatch.chdir(ROOT)
-    drawn = bench.drawn_samples
+    drawn = bench_ways.drawn_samples
     # Of 64 batches eight.
     monkeypatch.setattr(
-        bench, "drawn_samples", lambda task, count, words: drawn(task, count // 8, words)
+        bench_ways, "drawn_samples", lambda task, count, words: drawn(task, count // 8, words)
     )
     run_here("notebooks/own_loop.ipynb", batch=8, steps=2, warm_up=1)
     results = names()["results"]

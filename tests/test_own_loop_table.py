@@ -62,7 +62,7 @@ def block(tmp_path, monkeypatch):
 
 
 def test_every_way_task_and_size_has_its_words():
-    assert tuple(own_loop_table.WAYS) == (LOOP, "trainer", TUNED, *bench.WAYS[3:])
+    assert tuple(own_loop_table.WAYS) == (LOOP, "trainer", TUNED, *list(bench.WAYS)[3:])
     assert list(own_loop_table.TASKS) == list(bench.TASKS)
     assert list(own_loop_table.MODELS) == list(bench.SIZES)
 

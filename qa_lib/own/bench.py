@@ -6,21 +6,9 @@ comes last; stderr says which way is at work. With `--out FILE` the lines are ap
 well, and what it has of this card, code and these settings is not measured again. `--within` is a
 limit in seconds, of which setups may take half: what would not end in time is not begun, and what
 has not ended by then is stopped. Ctrl-C ends it with what has been measured, and a way that fails
-leaves the others their turns. Weights and tokens are random; the lengths are like those of the
-task's data, and a label is what a sample's first token says, so that losses fall.
+leaves the others their turns.
 
-The ways, in BF16 where the device is a GPU:
-
-- loop: a plain loop, autocast, padded to the longest sample of the batch, PyTorch's fused AdamW;
-- trainer: transformers.Trainer as it comes, in fp32;
-- trainer-tuned: the Trainer with what a search found to pay (peers/search_trainer.py): bf16,
-  workers, batches of like lengths, padding to few lengths, torch.compile, no filter for NaN; its
-  warm-up begins with a batch of each padded length, so that none is new to the compiler later;
-- speed_up: the plain loop on a model that was sped up;
-- packing: the plain loop on packed sequences, on a model that only takes them;
-- masters: both, with weights in bf16 and MasterAdamW;
-- all: that, as one CUDA graph;
-- fast-trainer: FastTrainer with all of it.
+The ways and the tasks are in bench_ways.py.
 
 Beside the library's own training of answers (E-uncompiled) a fair comparison is of tokens a second
 without padding, at paragraphs, BERT-base and 32 samples: lengths are alike, but not equal, and so
@@ -28,35 +16,19 @@ is the work, but for the head. docs/own-code.md has it where both were measured 
 """
 
 import argparse
-import functools
 import json
 import signal
 import statistics
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import numpy as np
 import torch
 import transformers
-from torch.utils.data import DataLoader, Sampler
-from transformers import (
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-    BertConfig,
-    ModernBertConfig,
-    PreTrainedModel,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
 
-from qa_lib.data.batches import ROUND_TUNED, round_up
 from qa_lib.errors import UserError
 from qa_lib.loaded import CODE
 from qa_lib.own.bench_turns import (
@@ -73,37 +45,8 @@ from qa_lib.own.bench_turns import (
     lines_of,
     matching,
 )
-from qa_lib.own.graphed_step import GraphedStep
-from qa_lib.own.packed_model import Rooted, take_packed
-from qa_lib.own.packing import IGNORED, PackedCollator, pack
-from qa_lib.own.speed_up import speed_up
-from qa_lib.own.trainer import FastTrainer
-from qa_lib.train.master_adamw import MasterAdamW
-from qa_lib.train.trainer import TUNED
+from qa_lib.own.bench_ways import SIZES, TASKS, WAYS, drawn_samples, work_of
 
-# The class of a task's models; median and spread of the logarithm of its samples' lengths, and the
-# longest: like MNLI's pairs of sentences, SQuAD's questions with their paragraphs, and the
-# sentences of CoNLL-2003.
-TASKS = {
-    "pairs": (AutoModelForSequenceClassification, 36, 0.45, 128),
-    "paragraphs": (AutoModelForSequenceClassification, 160, 0.35, 384),
-    "labels": (AutoModelForTokenClassification, 22, 0.6, 128),
-}
-SIZES = {
-    "base": BertConfig(num_labels=2),
-    "modernbert": ModernBertConfig(num_labels=2),
-    "tiny": BertConfig(
-        vocab_size=100,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=2,
-    ),
-}
-RATE = 5e-5
-CLIP = 1.0
-FIRST_TOKEN = 10  # of random ones
 TOO_LATE = "{} would not end in time, and is left out from here on"
 EXAMPLE = """\
 examples, which take a BERT-base where there is a GPU: all ways, and two of them in one round
@@ -114,259 +57,6 @@ within ten minutes, into a file; the same line again goes on where this one stop
 """
 
 
-def drawn_samples(task: str, count: int, words: int) -> list[dict]:
-    """Return samples of a task, random but for lengths and labels."""
-    model_class, median, spread, longest = TASKS[task]
-    draw = np.random.default_rng(0)
-    lengths = np.exp(draw.normal(np.log(median), spread, count)).clip(3, longest).astype(int)
-    samples = []
-    for length in lengths:
-        ids = draw.integers(FIRST_TOKEN, words, length)
-        labels = ids % 2 if model_class is AutoModelForTokenClassification else ids[0] % 2
-        samples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
-    return samples
-
-
-def padded(samples: list[dict], multiple: int = 1) -> dict[str, torch.Tensor]:
-    """Return samples as a batch that is padded to the longest of them, as most collators do.
-
-    It has a multiple of `multiple` tokens.
-    """
-    longest = round_up(max(len(sample["input_ids"]) for sample in samples), multiple)
-    batch = {"input_ids": [], "attention_mask": [], "labels": []}
-    for sample in samples:
-        length = len(sample["input_ids"])
-        missing = longest - length
-        labels = sample["labels"]
-        batch["input_ids"].append(sample["input_ids"] + [0] * missing)
-        batch["attention_mask"].append([1] * length + [0] * missing)
-        batch["labels"].append(labels + [IGNORED] * missing if isinstance(labels, list) else labels)
-    return {name: torch.tensor(rows) for name, rows in batch.items()}
-
-
-# Loops of one's own.
-
-
-def plain_step(model: PreTrainedModel) -> Callable[[dict], torch.Tensor]:
-    """Return the step of the plain loop."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, fused=DEVICE.type == "cuda")
-
-    def step(batch):
-        with torch.autocast(DEVICE.type, torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.detach()
-
-    return step
-
-
-def master_step(model: PreTrainedModel, capture: bool) -> Callable[[dict], torch.Tensor]:
-    """Return the step with masters of the weights, captured if asked."""
-    optimizer = MasterAdamW(model.parameters(), lr=RATE, max_norm=CLIP)
-    return GraphedStep(model, optimizer, capture=capture)
-
-
-def time_loop(step, loader: DataLoader, steps: int, measured: Measured) -> None:
-    """Train by a loop, for a warm-up and so many steps, which `measured` counts."""
-    for batch in repeated(loader, measured.warm_up + steps):
-        batch = {name: tensor.to(DEVICE, non_blocking=True) for name, tensor in batch.items()}
-        measured.step(step(batch))
-
-
-def repeated(loader: DataLoader, count: int) -> Iterator[dict]:
-    """Yield so many batches, over as many epochs as they take."""
-    while True:
-        for batch in loader:
-            if count == 0:
-                return
-            count -= 1
-            yield batch
-
-
-def loader_of(samples: list[dict], batch: int, is_packed: bool) -> DataLoader:
-    """Return the batches of an epoch after the other."""
-    options = {"pin_memory": DEVICE.type == "cuda", "num_workers": 2 * (DEVICE.type == "cuda")}
-    if is_packed:
-        rows = pack(samples, samples=batch, drop_last=True, say=quiet)
-        return DataLoader(rows, batch_size=None, collate_fn=PackedCollator(), **options)
-    return DataLoader(
-        samples, batch_size=batch, shuffle=True, drop_last=True, collate_fn=padded, **options
-    )
-
-
-def quiet(_: str) -> None:
-    """Say nothing."""
-
-
-# Trainers.
-
-
-class _Steps(TrainerCallback):
-    """Tells `measured` of each step."""
-
-    def __init__(self, measured: Measured):
-        self.measured = measured
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.measured.step()
-
-
-def time_trainer(
-    make: Callable,
-    model: PreTrainedModel,
-    samples: list[dict],
-    batch: int,
-    steps: int,
-    measured: Measured,
-    collator: Callable | None = padded,
-    **options,
-) -> None:
-    """Train by a Trainer that `make` makes, for a warm-up and so many steps.
-
-    `measured` counts them. `options` are of the Trainer's arguments.
-    """
-    with tempfile.TemporaryDirectory() as folder:
-        training = TrainingArguments(
-            folder,
-            max_steps=measured.warm_up + steps,
-            per_device_train_batch_size=batch,
-            learning_rate=RATE,
-            max_grad_norm=CLIP,
-            use_cpu=DEVICE.type == "cpu",
-            dataloader_drop_last=True,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            disable_tqdm=True,
-            **options,
-        )
-        trainer = make(
-            model,
-            training,
-            data_collator=collator,
-            train_dataset=samples,
-            callbacks=[_Steps(measured)],
-        )
-        trainer.remove_callback(PrinterCallback)
-        trainer.train()
-
-
-def batches_of_each_length(samples: list[dict], batch: int) -> list[int]:
-    """Return the numbers of samples for a batch of each padded length, the longest first.
-
-    Lengths that no batch can have, since fewer samples than a batch are that short, are left out.
-    """
-    lengths = round_up(np.array([len(sample["input_ids"]) for sample in samples]), ROUND_TUNED)
-    order = lengths.argsort(kind="stable")
-    lengths = lengths[order]
-    numbers = []
-    for length in np.unique(lengths[batch - 1 :])[::-1]:
-        end = lengths.searchsorted(length, side="right")
-        numbers += order[end - batch : end].tolist()
-    return numbers
-
-
-class _FirstThen(Sampler):
-    """Gives the numbers of samples in `first`, once, and then those of a sampler in each epoch."""
-
-    def __init__(self, first: list[int], sampler: Sampler):
-        self.first = first
-        self.sampler = sampler
-
-    def __iter__(self) -> Iterator[int]:
-        first, self.first = self.first, []
-        yield from first
-        yield from self.sampler
-
-    def __len__(self) -> int:
-        return len(self.sampler)
-
-
-class _WarmTrainer(Trainer):
-    """A Trainer that begins with the samples whose numbers are in `first`."""
-
-    first: list[int]
-
-    def _get_train_sampler(self, *args) -> Sampler:
-        return _FirstThen(self.first, super()._get_train_sampler(*args))
-
-
-def time_tuned_trainer(
-    model: PreTrainedModel,
-    samples: list[dict],
-    batch: int,
-    steps: int,
-    measured: Measured,
-    **options,
-) -> None:
-    """Train by the tuned Trainer, with all padded lengths in the warm-up, and so many steps.
-
-    `measured` counts them.
-    """
-    first = batches_of_each_length(samples, batch)
-    measured.warm_up += len(first) // batch
-
-    def make(*args, **more):
-        trainer = _WarmTrainer(*args, **more)
-        trainer.first = first
-        return trainer
-
-    time_trainer(
-        make,
-        model,
-        samples,
-        batch,
-        steps,
-        measured,
-        functools.partial(padded, multiple=ROUND_TUNED),
-        bf16=True,
-        optim="adamw_torch_fused",
-        train_sampling_strategy="group_by_length",
-        torch_compile=DEVICE.type == "cuda",
-        **options,
-    )
-
-
-# The ways.
-
-
-def train_by(way: str, arguments: argparse.Namespace, steps: int, measured: Measured) -> None:
-    """Train by a way, for a warm-up and so many steps, which `measured` counts."""
-    torch.manual_seed(0)
-    config = SIZES[arguments.size]
-    config._attn_implementation = "sdpa"  # which another way in this process has changed
-    samples = drawn_samples(arguments.task, arguments.samples, config.vocab_size)
-    model = TASKS[arguments.task][0].from_config(config).to(DEVICE).train()
-    capture = DEVICE.type == "cuda"
-    workers = TUNED if DEVICE.type == "cuda" else {}
-    work = (model, samples, arguments.batch, steps, measured)
-    if way == "trainer":
-        time_trainer(Trainer, *work)
-        return
-    if way == "trainer-tuned":
-        time_tuned_trainer(*work, **workers)
-        return
-    if way == "fast-trainer":
-        make = functools.partial(FastTrainer, cuda_graph=capture, say=quiet)
-        time_trainer(make, *work, collator=None, bf16=True, **workers)  # it packs
-        return
-    if way == "packing":
-        take_packed(model, Rooted(model))
-    elif way != "loop":
-        speed_up(model, say=quiet)
-    if way in ("masters", "all"):
-        model.to(torch.bfloat16)
-        step = master_step(model, capture=capture and way == "all")
-    else:
-        step = plain_step(model)
-    is_packed = way not in ("loop", "speed_up")
-    loader = loader_of(samples, arguments.batch, is_packed)
-    time_loop(step, loader, steps, measured)
-
-
 def train_in_turns(
     connection: Connection, way: str, arguments: argparse.Namespace, turns: int
 ) -> None:
@@ -375,16 +65,12 @@ def train_in_turns(
     train_by(way, arguments, measured.further_steps, measured)
 
 
-WAYS = (
-    "loop",
-    "trainer",
-    "trainer-tuned",
-    "speed_up",
-    "packing",
-    "masters",
-    "all",
-    "fast-trainer",
-)
+def train_by(way: str, arguments: argparse.Namespace, steps: int, measured: Measured) -> None:
+    """Train by a way, for a warm-up and so many steps, which `measured` counts."""
+    work = work_of(
+        arguments.task, arguments.size, arguments.samples, arguments.batch, steps, measured
+    )
+    WAYS[way](work)
 
 
 def parsed(words: list[str] | None) -> argparse.Namespace:
@@ -398,7 +84,7 @@ def parsed(words: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--task", choices=TASKS, default="pairs")
     parser.add_argument("--size", choices=SIZES, default="base" if on_gpu else "tiny")
-    parser.add_argument("--ways", nargs="+", choices=WAYS, default=WAYS)
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--batch", type=int, default=32, help="samples in a step")
     parser.add_argument("--samples", type=int, help="in an epoch; by default those of 512 steps")
     parser.add_argument("--steps", type=int, default=100, help="that are timed, in a turn")
@@ -452,39 +138,53 @@ class Bench:
 
     def measure(self) -> None:
         """Measure what the file does not have, in turns."""
-        missing = {way: self._missing(way) for way in self.arguments.ways}
-        ways = {}
+        missing = {name: self._missing(name) for name in self.arguments.ways}
+        running: dict[str, Way] = {}
         try:
-            for way, rounds in missing.items():
-                if rounds and self._can_set_up(way):
-                    ways[way] = self._begun(way, rounds)
-            if ways:
-                say(f"set up at the same time: {', '.join(ways)}")
-            crowded = []
-            for way in list(ways):
-                self._if_it_can(ways, way, self._await_setup, self.setup_deadline, crowded)
-            for way in crowded:
-                say(f"{way} ran out of memory beside the others, and is set up again")
-                ways[way].stop()
-                ways[way] = self._begun(way, missing[way])
-                self._if_it_can(ways, way, self._await_setup, self.deadline)
-            for number in range(self.arguments.rounds):
-                for way in list(ways):
-                    if number in missing[way]:
-                        self._if_it_can(ways, way, self._turn, number)
+            self._begin(running, missing)
+            self._await_setups(running, missing)
+            self._take_turns(running, missing)
         finally:
-            for way in ways.values():
+            for way in running.values():
                 way.stop()
 
-    def _missing(self, way: str) -> list[int]:
+    def _begin(self, running: dict[str, Way], missing: dict[str, list[int]]) -> None:
+        """Have all ways that miss rounds, and that have the time, set themselves up."""
+        for name, rounds in missing.items():
+            if rounds and self._can_set_up(name):
+                running[name] = self._begun(name, rounds)
+        if running:
+            say(f"set up at the same time: {', '.join(running)}")
+
+    def _await_setups(self, running: dict[str, Way], missing: dict[str, list[int]]) -> None:
+        """Wait for all; what ran out of memory beside the others is set up again, alone."""
+        crowded: list[str] = []
+        for name in list(running):
+            self._do_or_leave_out(running, name, self._await_setup, self.setup_deadline, crowded)
+        for name in crowded:
+            say(f"{name} ran out of memory beside the others, and is set up again")
+            running[name].stop()
+            running[name] = self._begun(name, missing[name])
+            self._do_or_leave_out(running, name, self._await_setup, self.deadline)
+
+    def _take_turns(self, running: dict[str, Way], missing: dict[str, list[int]]) -> None:
+        """Measure all ways in each round that they miss."""
+        for number in range(self.arguments.rounds):
+            for name in list(running):
+                if number in missing[name]:
+                    self._do_or_leave_out(running, name, self._turn, number)
+
+    def _missing(self, name: str) -> list[int]:
         """Return the rounds of a way that have not been measured."""
-        measured = {line["round"] for line in matching(self.known, {"way": way})}
+        measured = {line["round"] for line in matching(self.known, {"way": name})}
         return [number for number in range(self.arguments.rounds) if number not in measured]
 
-    def _if_it_can(self, ways: dict[str, Way], name: str, do: Callable, *arguments) -> None:
+    def _do_or_leave_out(
+        self, running: dict[str, Way], name: str, do: Callable, *arguments
+    ) -> None:
         """Do something with a way, which is left out where it fails or has too little time."""
         try:
-            do(ways[name], *arguments)
+            do(running[name], *arguments)
         except WayFailed as problem:
             self.failed.append(name)
             say(f"{name} failed, and is left out from here on: {problem}")
@@ -492,20 +192,20 @@ class Bench:
             say(TOO_LATE.format(name))
         else:
             return
-        ways.pop(name).stop()
+        running.pop(name).stop()
 
-    def _can_set_up(self, way: str) -> bool:
+    def _can_set_up(self, name: str) -> bool:
         """Return whether a way's setup will probably end in half of the time; say so if not."""
         card = self.settings["card"]
-        seconds = expected_setup_s(way, self.earlier, card, self.arguments.size)
+        seconds = expected_setup_s(name, self.earlier, card, self.arguments.size)
         if time.monotonic() + seconds <= self.setup_deadline:
             return True
-        say(TOO_LATE.format(way))
+        say(TOO_LATE.format(name))
         return False
 
-    def _begun(self, way: str, rounds: list[int]) -> Way:
+    def _begun(self, name: str, rounds: list[int]) -> Way:
         """Return a way that has begun to set itself up for turns in these rounds."""
-        return Way(way, train_in_turns, (way, self.arguments, len(rounds)))
+        return Way(name, train_in_turns, (name, self.arguments, len(rounds)))
 
     def _await_setup(self, way: Way, end: float, crowded: list[str] | None = None) -> None:
         """Wait for a way; note it in `crowded`, where that is given, if it lacks memory.
