@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.kernels import common, fp8, fused_norm, varlen_attention
+from qa_lib.kernels import fp8, fused_norm, precompile, varlen_attention
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
@@ -406,7 +406,7 @@ def launches(monkeypatch) -> list:
     Each with its arguments by name.
     """
     calls = []
-    monkeypatch.setattr(common, "_compile_in_thread", lambda *call: calls.append(call[:2]))
+    monkeypatch.setattr(precompile, "_compile_in_thread", lambda *call: calls.append(call[:2]))
     # Autograd wants a GPU for tensors that say that they lie on one.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
 

@@ -34,8 +34,10 @@ z), so that two terms give it exactly.
 import torch
 
 from qa_lib.kernels import fp8
-from qa_lib.kernels.common import INTERPRETED, LOG2_E, custom_op, jit, launch, sum_partials, tl
+from qa_lib.kernels.common import INTERPRETED, LOG2_E, custom_op, jit, tl
 from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT, in_8_bits, once
+from qa_lib.kernels.partial_sums import sum_partials
+from qa_lib.kernels.precompile import launch
 
 PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H200
 # ROWS and COLUMNS are those that a program has at a time; STAGES, how many iterations ahead of its

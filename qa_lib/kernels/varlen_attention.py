@@ -20,11 +20,11 @@ different here:
   every block of keys would compute it again.
 - Query, key and value are one tensor, the fused projections' output, and so is their gradient:
   nothing is copied. Each program also leaves the partial sums of the gradient over its tokens:
-  added up, they are the gradient of the projections' bias (common.py).
-- Dropout's bits are a hash (common.py) of seed, head, query and key, computed again in the backward
-  pass. The hash of seed, head and query seeds that of the keys. Tensor cores leave to one thread
-  the queries i and i + 8 of every 16, and the keys j and j + 8: these four scores share a hash of
-  32 bits. A rate is thus a multiple of 2^-8, like FlashAttention's, and 0.1 is 26/256.
+  added up, they are the gradient of the projections' bias (partial_sums.py).
+- Dropout's bits are a hash (hash_dropout.py) of seed, head, query and key, computed again in the
+  backward pass. The hash of seed, head and query seeds that of the keys. Tensor cores leave to one
+  thread the queries i and i + 8 of every 16, and the keys j and j + 8: these four scores share a
+  hash of 32 bits. A rate is thus a multiple of 2^-8, like FlashAttention's, and 0.1 is 26/256.
 - Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program.
   Only the blocks on the diagonal are masked, in a loop of their own. Its windows of text are
   segments of one length (variant L-attention).
@@ -59,17 +59,11 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import (
-    LOG2_E,
-    custom_op,
-    hash32,
-    hash32_kernel,
-    jit,
-    launch,
-    sum_partials,
-    tl,
-)
+from qa_lib.kernels.common import LOG2_E, custom_op, jit, tl
 from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
+from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
+from qa_lib.kernels.partial_sums import sum_partials
+from qa_lib.kernels.precompile import launch
 
 # Tiles and threads. An H200's multiprocessor holds five programs of the first and three of the
 # second at a time. For heads 64 wide, with dropout and without a bias by distance, no register
@@ -256,7 +250,7 @@ def _dropout_mask(place, heads, seed, dropout):
     seeds = query_seed(numbers, seed)
     bits = hash32(pair, seeds[..., None])
     byte = bits >> (24 - 16 * second[:, None] - 8 * second) & 255
-    return byte >= _threshold(dropout)
+    return byte >= threshold_in_8_bits(dropout)
 
 
 def query_seed(numbers, seed):
@@ -269,14 +263,14 @@ def query_seed(numbers, seed):
     return (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
 
 
-def _threshold(dropout: float) -> int:
+def threshold_in_8_bits(dropout: float) -> int:
     """Return the number below which a byte of a hash drops its score."""
     return round(dropout * 2**8)
 
 
 def _dropout_scale(dropout: float) -> float:
     """Return what kept scores are multiplied by."""
-    return 1 / (1 - _threshold(dropout) / 2**8)
+    return 1 / (1 - threshold_in_8_bits(dropout) / 2**8)
 
 
 @custom_op("qa_lib::varlen_attention")
@@ -322,7 +316,7 @@ def _attention(
         table=table,
         tokens=tokens,
         scale=scale * LOG2_E,
-        threshold=_threshold(dropout),
+        threshold=threshold_in_8_bits(dropout),
         kept_scale=_dropout_scale(dropout),
         HEADS=heads,
         WIDTH=width,
@@ -412,7 +406,7 @@ def _attention_backward(
         logsumexp=logsumexp,
         seed=seed,
         table=table,
-        threshold=_threshold(dropout),
+        threshold=threshold_in_8_bits(dropout),
         kept_scale=_dropout_scale(dropout),
         DROPS=dropout > 0,
         REACH=_reach(buckets),
@@ -592,7 +586,7 @@ def dropout_keeps(seeds, keys, shift, threshold):
 
 
 @jit
-def locate(cu_seqlens):
+def segment_of_program(cu_seqlens):
     """Return this program's block and head, and the begin and the length of its segment."""
     segment = tl.program_id(2)
     begin = tl.load(cu_seqlens + segment)
@@ -642,7 +636,7 @@ def varlen_attention_forward(
     MAX: tl.constexpr,
 ):
     """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
-    block, head, begin, length = locate(cu_seqlens)
+    block, head, begin, length = segment_of_program(cu_seqlens)
     if block * QUERIES >= length:
         return
     PART: tl.constexpr = HEADS * WIDTH
@@ -819,7 +813,7 @@ def varlen_attention_backward(
     If `ds` is not None, the gradients of the scores of these keys go there, and those of queries
     are left to attention_query_backward.
     """
-    block, head, begin, length = locate(cu_seqlens)
+    block, head, begin, length = segment_of_program(cu_seqlens)
     PART: tl.constexpr = HEADS * WIDTH
     width = tl.arange(0, WIDTH)
     row_of_partials = tl.program_id(2) * tl.num_programs(0) + block
@@ -1304,7 +1298,7 @@ def attention_query_backward(
     `partials`. Both kernels must have one BLOCK: in causal attention, keys in a block after the
     queries' have no dS.
     """
-    block, head, begin, length = locate(cu_seqlens)
+    block, head, begin, length = segment_of_program(cu_seqlens)
     if block * BLOCK >= length:
         return
     PART: tl.constexpr = HEADS * WIDTH

@@ -402,7 +402,7 @@ AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 class BiasDeferredLinear(nn.Linear):
     """nn.Linear that adds its bias and leaves the bias's gradient to the attention kernel after it.
 
-    kernels/common.py says why.
+    kernels/partial_sums.py says why.
     """
 
     def forward(self, x):

@@ -545,7 +545,7 @@ def fused_qkv():
     yours="model = speed_up(model)  # from qa_lib",
 )
 def hashed_dropout():
-    from qa_lib.kernels.common import hash32, hash_dropout
+    from qa_lib.kernels.hash_dropout import hash32, hash_dropout
 
     return [hash32, hash_dropout]
 
