@@ -40,12 +40,10 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.varlen_attention import (
     RelativeBias,
-    attach_bias_grad,
-    relative_scores,
-    segment_of,
     varlen_attention,
     varlen_attention_and_copy,
 )
+from qa_lib.kernels.varlen_reference import attach_bias_grad, relative_scores, segment_of
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import (
     HashDropout,

@@ -618,7 +618,7 @@ loss = model(**PackedCollator()(samples)).loss
     gain=Gain(adds="E-varlen", over="E-regions", than="the same stack with FlashAttention"),
 )
 def own_attention_kernel():
-    from qa_lib.kernels.varlen_attention import attend
+    from qa_lib.kernels.varlen_forward import attend
 
     return [attend]
 
