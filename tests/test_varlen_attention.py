@@ -437,12 +437,12 @@ class InPyTorch:
         return (query @ key.mT * scale).masked_fill(~self.seen, -torch.inf)
 
     @staticmethod
-    def forward(grid, output, logsumexp, scale, kept_scale, **a) -> None:
+    def forward(grid, output, logsumexp, scale_log2, kept_scale, **a) -> None:
         self = InPyTorch(**a)
         blocks, heads, segments = grid
         assert covers(blocks, a["QUERIES"], LONGEST)
         assert (heads, segments) == (a["HEADS"], len(a["cu_seqlens"]) - 1)
-        scores = self.scores(scale)
+        scores = self.scores(scale_log2)
         logsumexp.copy_(torch.exp2(scores).sum(-1).log2())
         p = torch.exp2(scores - logsumexp[:, :, None])
         if a["DROPS"]:

@@ -232,7 +232,7 @@ def _attention(
         seed=seed,
         table=table,
         tokens=tokens,
-        scale=scale * LOG2_E,
+        scale_log2=scale * LOG2_E,
         threshold=threshold_in_8_bits(dropout),
         kept_scale=dropout_scale(dropout),
         HEADS=heads,

@@ -34,10 +34,10 @@ def delta_kernel(
     """Compute rowsum(dO * O) of TOKENS tokens of one head; the grid is (parts of tokens, heads)."""
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     head = tl.program_id(1)
-    at = (token[:, None] * HEADS + head) * WIDTH + tl.arange(0, WIDTH)
+    offset = (token[:, None] * HEADS + head) * WIDTH + tl.arange(0, WIDTH)
     inside = token[:, None] < tokens
-    product = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
-    product *= tl.load(output + at, mask=inside, other=0.0).to(tl.float32)
+    product = tl.load(grad + offset, mask=inside, other=0.0).to(tl.float32)
+    product *= tl.load(output + offset, mask=inside, other=0.0).to(tl.float32)
     tl.store(delta + head * tokens + token, tl.sum(product, 1), mask=token < tokens)
 
 
@@ -96,20 +96,20 @@ def varlen_attention_backward(
     step_at = segment_at + tl.arange(0, STEP)[:, None] * (3 * PART) + width
     grad_at = grad + begin * PART + head * WIDTH + width
     dtype: tl.constexpr = qkv.dtype.element_ty
-    first_query = head * tokens + begin
+    row_offset = head * tokens + begin  # of the segment's numbers in logsumexp and delta
     ds_at = None
     if ds is not None:
         ds_at = ds_of_segment(ds, head, begin, tokens, span)
         ds_at += token[:, None] * span + tl.arange(0, STEP)
 
-    scale_of_base_2 = scale * 1.4426950408889634  # log2(e)
+    scale_log2 = scale * 1.4426950408889634  # log2(e)
     dk, dv = key_value_grads(
         block_at=block_at,
         step_at=step_at,
         grad_at=grad_at,
         ds_at=ds_at,
-        logsumexp=logsumexp + first_query,
-        delta=delta + first_query,
+        logsumexp=logsumexp + row_offset,
+        delta=delta + row_offset,
         seed=seed,
         table=table,
         token=token,
@@ -119,7 +119,7 @@ def varlen_attention_backward(
         begin=begin,
         length=length,
         tokens=tokens,
-        scale=scale_of_base_2,
+        scale_log2=scale_log2,
         threshold=threshold,
         kept_scale=kept_scale,
         PART=PART,
@@ -132,14 +132,14 @@ def varlen_attention_backward(
     )
     dk *= scale
     # Computed here and not above, where it would hold registers that then spill.
-    first = begin * (3 * PART) + head * WIDTH
-    place = token[:, None] * (3 * PART) + width
+    segment_offset = begin * (3 * PART) + head * WIDTH
+    token_offset = token[:, None] * (3 * PART) + width
     if qkv_grad is not None:
-        qkv_grad_at = qkv_grad + first + place
+        qkv_grad_at = qkv_grad + segment_offset + token_offset
         tl.store(qkv_grad_at + PART, dk.to(dtype), mask=inside[:, None])
         tl.store(qkv_grad_at + 2 * PART, dv.to(dtype), mask=inside[:, None])
     if FACTOR != 0.0:
-        qkv_grad8_at = qkv_grad8 + first + place
+        qkv_grad8_at = qkv_grad8 + segment_offset + token_offset
         # Both are converted before either is stored: in another order registers spill.
         dk8 = in_8_bits(dk.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
         dv8 = in_8_bits(dv.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
@@ -156,8 +156,8 @@ def varlen_attention_backward(
             block_at=block_at,
             step_at=step_at,
             grad_at=grad_at,
-            logsumexp=logsumexp + first_query,
-            delta=delta + first_query,
+            logsumexp=logsumexp + row_offset,
+            delta=delta + row_offset,
             seed=seed,
             token=token,
             inside=inside,
@@ -166,7 +166,7 @@ def varlen_attention_backward(
             begin=begin,
             length=length,
             tokens=tokens,
-            scale=scale_of_base_2,
+            scale_log2=scale_log2,
             threshold=threshold,
             kept_scale=kept_scale,
             PART=PART,
@@ -181,8 +181,8 @@ def varlen_attention_backward(
             qkv_grad=qkv_grad,
             qkv_grad8=qkv_grad8,
             partials_at=partials_at,
-            first=first,
-            place=place,
+            segment_offset=segment_offset,
+            token_offset=token_offset,
             inside=inside,
             dtype=dtype,
             SUMS=SUMS,
@@ -208,7 +208,7 @@ def key_value_grads(
     begin,
     length,
     tokens,
-    scale,
+    scale_log2,
     threshold,
     kept_scale,
     PART: tl.constexpr,
@@ -222,6 +222,7 @@ def key_value_grads(
     """Return dK, but for the scale, and dV [BLOCK, WIDTH], over all queries of the segment.
 
     `ds_at`, if it is not None, is where the gradients of scores with the first queries go.
+    `logsumexp` and `delta` point to the segment's first query.
     """
     key = tl.load(block_at + PART, mask=inside[:, None], other=0.0)
     value = tl.load(block_at + 2 * PART, mask=inside[:, None], other=0.0)
@@ -250,7 +251,7 @@ def key_value_grads(
             last=sees_all,
             length=length,
             tokens=tokens,
-            scale=scale,
+            scale_log2=scale_log2,
             threshold=threshold,
             kept_scale=kept_scale,
             PART=PART,
@@ -280,7 +281,7 @@ def key_value_grads(
         last=length,
         length=length,
         tokens=tokens,
-        scale=scale,
+        scale_log2=scale_log2,
         threshold=threshold,
         kept_scale=kept_scale,
         PART=PART,
@@ -314,7 +315,7 @@ def add_queries(
     last,
     length,
     tokens,
-    scale,
+    scale_log2,
     threshold,
     kept_scale,
     PART: tl.constexpr,
@@ -333,10 +334,10 @@ def add_queries(
     pair, second = pairs(STEP)
     key_pair, second_key = pairs(BLOCK)
     shift = 16 * second[None, :] + 8 * second_key[:, None]
-    for at in tl.range(first, last, STEP):
-        query_token = at + tl.arange(0, STEP)
+    for first_query in tl.range(first, last, STEP):
+        query_token = first_query + tl.arange(0, STEP)
         inside = query_token < length
-        query = tl.load(step_at + at * (3 * PART), mask=inside[:, None], other=0.0)
+        query = tl.load(step_at + first_query * (3 * PART), mask=inside[:, None], other=0.0)
         do = tl.load(grad_at + query_token[:, None] * PART, mask=inside[:, None], other=0.0)
         # A query beyond the end is read as zeros, and so are its products: it adds nothing. A bias
         # could be too large for its powers, which an infinite sum makes 0.
@@ -346,15 +347,15 @@ def add_queries(
         if REACH:
             distance = token[:, None] - query_token[None, :]
             bias = distance_bias(table, head, distance, REACH)
-            p = tl.exp2(scores * scale + (bias - query_logsumexp[None, :]))
+            p = tl.exp2(scores * scale_log2 + (bias - query_logsumexp[None, :]))
         else:
-            p = tl.exp2(scores * scale - query_logsumexp[None, :])
+            p = tl.exp2(scores * scale_log2 - query_logsumexp[None, :])
         if CAUSAL:
             p = tl.where(query_token[None, :] >= token[:, None], p, 0.0)
         dp = tl.dot(value, do.T, input_precision="ieee")
         p_kept = p
         if DROPS:
-            seeds = query_seed_kernel(begin + at // 2 + pair, head, tokens, seed)
+            seeds = query_seed_kernel(begin + first_query // 2 + pair, head, tokens, seed)
             pair_of_keys = block * (BLOCK // 2) + key_pair[:, None]
             keep = dropout_keeps(seeds[None, :], pair_of_keys, shift, threshold)
             p_kept = tl.where(keep, p, 0.0)
@@ -362,7 +363,7 @@ def add_queries(
         dv = tl.dot(p_kept.to(query.dtype), do, dv, input_precision="ieee")
         ds = (p * (dp - query_delta[None, :])).to(query.dtype)
         if ds_at is not None:
-            tl.store(ds_at + at, ds, mask=token[:, None] < length)
+            tl.store(ds_at + first_query, ds, mask=token[:, None] < length)
         dk = tl.dot(ds, query, dk, input_precision="ieee")
     return dk, dv
 
@@ -382,7 +383,7 @@ def query_grads(
     begin,
     length,
     tokens,
-    scale,
+    scale_log2,
     threshold,
     kept_scale,
     PART: tl.constexpr,
@@ -392,7 +393,10 @@ def query_grads(
     DROPS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment."""
+    """Return dQ [BLOCK, WIDTH], but for the scale, over all keys of the segment.
+
+    `logsumexp` and `delta` point to the segment's first query.
+    """
     query = tl.load(block_at, mask=inside[:, None], other=0.0)
     do = tl.load(grad_at + token[:, None] * PART, mask=inside[:, None], other=0.0)
     query_logsumexp = tl.load(logsumexp + token, mask=inside, other=0.0)
@@ -417,7 +421,7 @@ def query_grads(
             last=tl.minimum(length, seen_by_all + BLOCK),
             length=length,
             tokens=tokens,
-            scale=scale,
+            scale_log2=scale_log2,
             threshold=threshold,
             kept_scale=kept_scale,
             PART=PART,
@@ -443,7 +447,7 @@ def query_grads(
         last=seen_by_all,
         length=length,
         tokens=tokens,
-        scale=scale,
+        scale_log2=scale_log2,
         threshold=threshold,
         kept_scale=kept_scale,
         PART=PART,
@@ -472,7 +476,7 @@ def add_keys(
     last,
     length,
     tokens,
-    scale,
+    scale_log2,
     threshold,
     kept_scale,
     PART: tl.constexpr,
@@ -491,19 +495,21 @@ def add_keys(
     key_pair, second_key = pairs(STEP)
     shift = 16 * second[:, None] + 8 * second_key[None, :]
     seeds = query_seed_kernel(begin + block * (BLOCK // 2) + pair, head, tokens, seed)
-    for at in tl.range(first, last, STEP):
-        key_token = at + tl.arange(0, STEP)
+    for first_key in tl.range(first, last, STEP):
+        key_token = first_key + tl.arange(0, STEP)
         inside = (key_token < length)[:, None]
-        key = tl.load(step_at + at * (3 * PART) + PART, mask=inside, other=0.0)
-        value = tl.load(step_at + at * (3 * PART) + 2 * PART, mask=inside, other=0.0)
+        key = tl.load(step_at + first_key * (3 * PART) + PART, mask=inside, other=0.0)
+        value = tl.load(step_at + first_key * (3 * PART) + 2 * PART, mask=inside, other=0.0)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if ENDS:
             seen = key_token <= token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        p = tl.exp2(scores * scale - query_logsumexp[:, None])
+        p = tl.exp2(scores * scale_log2 - query_logsumexp[:, None])
         dp = tl.dot(do, value.T, input_precision="ieee")
         if DROPS:
-            keep = dropout_keeps(seeds[:, None], at // 2 + key_pair[None, :], shift, threshold)
+            keep = dropout_keeps(
+                seeds[:, None], first_key // 2 + key_pair[None, :], shift, threshold
+            )
             dp = tl.where(keep, dp * kept_scale, 0.0)
         ds = p * (dp - query_delta[:, None])
         dq = tl.dot(ds.to(key.dtype), key, dq, input_precision="ieee")
@@ -516,8 +522,8 @@ def store_query_grads(
     qkv_grad,
     qkv_grad8,
     partials_at,
-    first,
-    place,
+    segment_offset,
+    token_offset,
     inside,
     dtype: tl.constexpr,
     SUMS: tl.constexpr,
@@ -526,14 +532,14 @@ def store_query_grads(
 ):
     """Store dQ [BLOCK, WIDTH] of the queries that are `inside`, and its sums.
 
-    The others' rows of dQ are zeros. `first` is where the segment begins in `qkv_grad`, and `place`
-    where the queries are from there.
+    The others' rows of dQ are zeros. `segment_offset` is where the head's part of the segment
+    begins in `qkv_grad`, and `token_offset` where the queries are from there.
     """
     if qkv_grad is not None:
-        tl.store(qkv_grad + first + place, dq.to(dtype), mask=inside[:, None])
+        tl.store(qkv_grad + segment_offset + token_offset, dq.to(dtype), mask=inside[:, None])
     if FACTOR != 0.0:
         dq8 = in_8_bits(dq.to(dtype), FACTOR, MAX, qkv_grad8.dtype.element_ty)
-        tl.store(qkv_grad8 + first + place, dq8, mask=inside[:, None])
+        tl.store(qkv_grad8 + segment_offset + token_offset, dq8, mask=inside[:, None])
     if SUMS:
         tl.store(partials_at, tl.sum(dq, 0))
 
@@ -571,17 +577,17 @@ def attention_query_backward(
     width = tl.arange(0, WIDTH)
     token = block * BLOCK + tl.arange(0, BLOCK)
     inside = token < length
-    first = begin * (3 * PART) + head * WIDTH
+    segment_offset = begin * (3 * PART) + head * WIDTH
     step = tl.arange(0, STEP)[:, None]
-    key_at = qkv + first + PART + step * (3 * PART) + width
+    key_at = qkv + segment_offset + PART + step * (3 * PART) + width
     ds_at = ds_of_segment(ds, head, begin, tokens, span) + step * span + token
     is_written = token < tl.cdiv(length, STEP) * STEP
     dq = tl.zeros([BLOCK, WIDTH], tl.float32)
     last = tl.minimum(length, (block + 1) * BLOCK) if CAUSAL else length
-    for at in tl.range(0, last, STEP):
-        key_inside = at + step < length
-        key = tl.load(key_at + at * (3 * PART), mask=key_inside, other=0.0)
-        ds_of_keys = tl.load(ds_at + at * span, mask=key_inside & is_written, other=0.0)
+    for first_key in tl.range(0, last, STEP):
+        key_inside = first_key + step < length
+        key = tl.load(key_at + first_key * (3 * PART), mask=key_inside, other=0.0)
+        ds_of_keys = tl.load(ds_at + first_key * span, mask=key_inside & is_written, other=0.0)
         dq = tl.dot(ds_of_keys.T, key, dq, input_precision="ieee")
     row_of_partials = tl.program_id(2) * tl.num_programs(0) + block
     store_query_grads(
@@ -589,8 +595,8 @@ def attention_query_backward(
         qkv_grad=qkv_grad,
         qkv_grad8=qkv_grad8,
         partials_at=partials + row_of_partials * (3 * PART) + head * WIDTH + width,
-        first=first,
-        place=token[:, None] * (3 * PART) + width,
+        segment_offset=segment_offset,
+        token_offset=token[:, None] * (3 * PART) + width,
         inside=inside,
         dtype=qkv.dtype.element_ty,
         SUMS=SUMS,

@@ -15,10 +15,15 @@ Pointers are those of contiguous tensors:
     buckets             [2 * REACH + 1]
     ds                  [HEADS, tokens, span]
 
-A name that ends in _at is a pointer to the elements of a block. One that ends in 8 is that of a
-copy in 8 bits, of what is stored under the name without it, times FACTOR and within ±MAX; with a
-FACTOR of 0 there is none. The copy of the gradient has the same bits where qkv_grad is None and the
-copy is stored alone.
+Tokens are counted from the begin of their segment, but tokens is the number of all. Loops go from
+the token first on and end before the token last; first_query and first_key are the first tokens
+of a step. What is counted in elements of memory has a name that ends in _offset, and a pointer to
+the elements of a block one that ends in _at. scale multiplies the scores, and scale_log2 is that
+times log2(e), for powers of base 2.
+
+A name that ends in 8 is that of a copy in 8 bits, of what is stored under the name without it,
+times FACTOR and within ±MAX; with a FACTOR of 0 there is none. The copy of the gradient has the
+same bits where qkv_grad is None and the copy is stored alone.
 
 The table and the buckets are a RelativeBias's; distance 0 has the number REACH. With one, ds has
 the gradients of the scaled scores: a row for each key, and in it a column for each query of the
@@ -28,8 +33,7 @@ CAUSAL, queries in a BLOCK before the key's are never written or read either. Wi
 REACH is 0, table and ds are None, and all that is of them is left out of the program.
 
 PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
-3 * PART that from a token's query to the next token's. kept_scale is 1 / (1 - rate). Tokens are
-counted from the begin of their segment, where tokens is the number of all.
+3 * PART that from a token's query to the next token's. kept_scale is 1 / (1 - rate).
 """
 
 from qa_lib.kernels.common import jit, tl

@@ -30,7 +30,7 @@ def varlen_attention_forward(
     seed,
     table,
     tokens,
-    scale,
+    scale_log2,
     threshold,
     kept_scale,
     HEADS: tl.constexpr,
@@ -43,7 +43,7 @@ def varlen_attention_forward(
     FACTOR: tl.constexpr,
     MAX: tl.constexpr,
 ):
-    """Compute the output and logsumexp of QUERIES queries; `scale` is the scores' times log2(e)."""
+    """Compute the output and logsumexp of QUERIES queries."""
     block, head, begin, length = segment_of_program(cu_seqlens)
     if block * QUERIES >= length:
         return
@@ -61,7 +61,7 @@ def varlen_attention_forward(
     acc = tl.zeros([QUERIES, WIDTH], tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     highest = tl.full([QUERIES], float("-inf"), tl.float32)
-    # Every query of the block sees the keys before `seen_by_all`, and none those after `last`.
+    # Every query of the block sees the keys before `seen_by_all`, and none those from `last` on.
     last = tl.minimum(length, (block + 1) * QUERIES) if CAUSAL else length
     seen_by_all = block * QUERIES if CAUSAL else length
     acc, total, highest = attend(
@@ -78,7 +78,7 @@ def varlen_attention_forward(
         first=0,
         last=seen_by_all,
         length=length,
-        scale=scale,
+        scale_log2=scale_log2,
         threshold=threshold,
         PART=PART,
         KEYS=KEYS,
@@ -102,7 +102,7 @@ def varlen_attention_forward(
             first=seen_by_all,
             last=last,
             length=length,
-            scale=scale,
+            scale_log2=scale_log2,
             threshold=threshold,
             PART=PART,
             KEYS=KEYS,
@@ -138,7 +138,7 @@ def attend(
     first,
     last,
     length,
-    scale,
+    scale_log2,
     threshold,
     PART: tl.constexpr,
     KEYS: tl.constexpr,
@@ -154,30 +154,30 @@ def attend(
     """
     key_pair, second_key = pairs(KEYS)
     shift = 16 * second[:, None] + 8 * second_key[None, :]
-    for begin in tl.range(first, last, KEYS):
-        key_token = begin + tl.arange(0, KEYS)
-        at = key_at + begin * (3 * PART)
+    for first_key in tl.range(first, last, KEYS):
+        key_token = first_key + tl.arange(0, KEYS)
+        keys_at = key_at + first_key * (3 * PART)
         if ENDS:
             inside = key_token[:, None] < length
-            key = tl.load(at, mask=inside, other=0.0)
-            value = tl.load(at + PART, mask=inside, other=0.0)
+            key = tl.load(keys_at, mask=inside, other=0.0)
+            value = tl.load(keys_at + PART, mask=inside, other=0.0)
         else:
-            key = tl.load(at)
-            value = tl.load(at + PART)
+            key = tl.load(keys_at)
+            value = tl.load(keys_at + PART)
         scores = tl.dot(query, key.T, input_precision="ieee")
         if REACH:
             distance = key_token - query_token[:, None]
-            scores += distance_bias(table, head, distance, REACH) * (1 / scale)
+            scores += distance_bias(table, head, distance, REACH) * (1 / scale_log2)
         if ENDS:
             seen = key_token <= query_token[:, None] if CAUSAL else key_token < length
             scores = tl.where(seen, scores, float("-inf"))
-        next_highest = tl.maximum(highest, tl.max(scores, 1) * scale)
-        p = tl.exp2(scores * scale - next_highest[:, None])
+        next_highest = tl.maximum(highest, tl.max(scores, 1) * scale_log2)
+        p = tl.exp2(scores * scale_log2 - next_highest[:, None])
         correction = tl.exp2(highest - next_highest)
         total = total * correction + tl.sum(p, 1)
         if DROPS:
-            pair = begin // 2 + key_pair[None, :]
-            p = tl.where(dropout_keeps(seeds[:, None], pair, shift, threshold), p, 0.0)
+            pair_of_keys = first_key // 2 + key_pair[None, :]
+            p = tl.where(dropout_keeps(seeds[:, None], pair_of_keys, shift, threshold), p, 0.0)
         acc = tl.dot(p.to(value.dtype), value, acc * correction[:, None], input_precision="ieee")
         highest = next_highest
     return acc, total, highest

@@ -34,8 +34,8 @@ def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relativ
 
 def segment_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     """Return for each of so many `tokens` of a packed sequence the number of its segment."""
-    places = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
-    return torch.searchsorted(cu_seqlens[1:], places, right=True)
+    numbers = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens[1:], numbers, right=True)
 
 
 def relative_scores(
