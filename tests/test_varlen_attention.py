@@ -128,6 +128,11 @@ def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
     assert_kernel_close(*drawn(lengths), dropout=0.1, error=1e-5, causal=True)
 
 
+def test_tiles_end_where_the_diagonals_of_causal_attention_do():
+    assert CAUSAL_FORWARD["QUERIES"] % CAUSAL_FORWARD["KEYS"] == 0
+    assert BACKWARD["BLOCK"] % BACKWARD["STEP"] == 0
+
+
 def head_attention(query, key, value, kept, rate, causal):
     """Softmax attention of one segment and head, by the formula; `kept` leaves probabilities."""
     exponentials = torch.exp(SCALE * torch.einsum("qw,kw->qk", query, key))
@@ -527,6 +532,25 @@ def test_attention_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
     *_, qkv_grad8 = varlen._attention_backward(grad, qkv, None, output, logsumexp, *rest)
     assert copy8.numel() == 0
     assert qkv_grad8.numel() == 0
+
+
+def test_all_kernels_of_the_gradients_of_scores_have_one_block(monkeypatch):
+    """One writes no such gradients in blocks of which another one must not read them."""
+    tiles = []
+
+    def launch(kernel, grid, /, BLOCK=None, STEP=None, **_):
+        if kernel is not delta_kernel:
+            tiles.append((BLOCK, STEP))
+
+    for module in (varlen, varlen_distance):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "sum_partials", lambda partials, dtype: partials.sum(0))
+    qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
+    logsumexp = torch.zeros(2, len(qkv))
+    relative = [tensor.cpu() for tensor in relative_of()]
+    rest = (cu_seqlens, seed, 9, 0.1, SCALE, True, *relative)
+    varlen._attention_backward(grad, qkv, None, grad, logsumexp, *rest)
+    assert tiles == 3 * [(BACKWARD["BLOCK"], BACKWARD["STEP"])]
 
 
 def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorch):
