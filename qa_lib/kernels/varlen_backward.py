@@ -152,6 +152,7 @@ def varlen_attention_backward(
         tl.store(partials_at + 2 * PART, tl.sum(tl.where(inside[:, None], dv, 0.0), 0))
 
     if ds is None:
+        # The arguments of key_value_grads, without ds_at, table and REACH.
         dq = query_grads(
             block_at=block_at,
             step_at=step_at,
@@ -261,6 +262,7 @@ def key_value_grads(
             CAUSAL=True,
             REACH=REACH,
         )
+    # As above, but for first and last and CAUSAL: from here on every query sees all of the keys.
     dk, dv = add_queries(
         dk=dk,
         dv=dv,
@@ -431,6 +433,7 @@ def query_grads(
             ENDS=True,
             CAUSAL=True,
         )
+    # As above, but for first and last, ENDS and CAUSAL: every query of the block sees these keys.
     return add_keys(
         dq=dq,
         query=query,

@@ -81,11 +81,9 @@ def attention_distance_sums(
     tiles, BUCKETS, HEADS].
 
     The tiles of all segments of the group are added up first. Elements of one distance then lie on
-    a diagonal. Each row is turned by its number, so that diagonals become columns: element (i, j)
-    comes from column i + j, counted on from the first column again where there are no more. A
-    column then has two diagonals, one of before the count began anew and one of after that, and
-    these are summed one after the other. Sums of diagonals go to their buckets by comparing
-    numbers. All of it has one order, the same in every run.
+    a diagonal. Each row is turned by its number, so that diagonals become columns, and the columns
+    are summed. Sums of diagonals go to their buckets by comparing numbers. All of it has one order,
+    the same in every run.
     """
     blocks = span // BLOCK
     tile = tl.program_id(0)
@@ -105,6 +103,19 @@ def attention_distance_sums(
         ds_at = ds_of_segment(ds, head, begin, tokens, span) + key[:, None] * span + query
         total += tl.load(ds_at, mask=is_written, other=0.0).to(tl.float32)
 
+    # A tile of 4 x 4, each element by its distance (key minus query, without the distance from the
+    # tile's first query to its first key). Row i is turned to the left by i places: its column c
+    # comes from column i + c, and what leaves the row on the left comes in again on the right.
+    #
+    #     before             after
+    #      0 -1 -2 -3         0 -1 -2 -3
+    #      1  0 -1 -2         0 -1 -2| 1
+    #      2  1  0 -1         0 -1| 2  1
+    #      3  2  1  0         0| 3  2  1
+    #
+    # Column c then has two diagonals. Left of the line is that of distance -c, of elements that
+    # have not come in again (turns is 0); right of it that of BLOCK - c, of those that have (1).
+    # The loop sums one after the other.
     sums = tl.zeros([BUCKETS], tl.float32)
     column = tl.arange(0, BLOCK)
     source = tl.arange(0, BLOCK)[:, None] + column

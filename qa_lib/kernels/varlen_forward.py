@@ -88,6 +88,7 @@ def varlen_attention_forward(
         REACH=REACH,
     )
     if CAUSAL:
+        # The same for the keys on the diagonal: another first and last, with ENDS and CAUSAL.
         acc, total, highest = attend(
             acc=acc,
             total=total,
