@@ -27,6 +27,7 @@ except ImportError:
 INTERPRETED = tl.constexpr(knobs is not None and knobs.runtime.interpret)
 
 LOG2_E = math.log2(math.e)  # GPUs have an instruction for powers of 2
+KERNEL_LOG2_E = tl.constexpr(LOG2_E)  # the same, as kernels read it
 
 
 def custom_op(name: str) -> Callable:

@@ -10,6 +10,11 @@ import torch
 from qa_lib.kernels.common import jit, tl
 from qa_lib.kernels.precompile import launch
 
+# A prime near 2^32 divided by the golden ratio (Knuth 1973). Products of neighbouring numbers with
+# it, in 32 bits, lie far apart: they are seeds of hashes that have little in common.
+GOLDEN = 0x9E3779B1
+GOLDEN_INT32 = GOLDEN - 2**32  # the same bits as a number of int32, which PyTorch has
+KERNEL_GOLDEN = tl.constexpr(GOLDEN)  # as kernels read it
 DROPOUT = {"ELEMENTS": 1024, "num_warps": 4}
 
 

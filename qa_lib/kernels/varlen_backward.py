@@ -3,7 +3,7 @@
 varlen_attention.py says why they are computed so, varlen_device.py how tensors lie in memory.
 """
 
-from qa_lib.kernels.common import jit, tl
+from qa_lib.kernels.common import KERNEL_LOG2_E, jit, tl
 from qa_lib.kernels.fp8 import in_8_bits
 from qa_lib.kernels.varlen_device import (
     distance_bias,
@@ -102,7 +102,7 @@ def varlen_attention_backward(
         ds_at = ds_of_segment(ds, head, begin, tokens, span)
         ds_at += token[:, None] * span + tl.arange(0, STEP)
 
-    scale_log2 = scale * 1.4426950408889634  # log2(e)
+    scale_log2 = scale * KERNEL_LOG2_E
     dk, dv = key_value_grads(
         block_at=block_at,
         step_at=step_at,

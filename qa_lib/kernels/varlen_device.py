@@ -37,14 +37,14 @@ PART is the distance from a query to its key and from a key to its value, HEADS 
 """
 
 from qa_lib.kernels.common import jit, tl
-from qa_lib.kernels.hash_dropout import hash32_kernel
+from qa_lib.kernels.hash_dropout import KERNEL_GOLDEN, hash32_kernel
 
 
 @jit
 def query_seed_kernel(pair, head, tokens, seed):
     """Return what `query_seed` returns, for the numbers `pair` of pairs of queries of a head."""
     seed_bits = tl.load(seed).to(tl.uint32, bitcast=True)
-    bits = (head * tokens + pair).to(tl.uint32) * 0x9E3779B1 + seed_bits
+    bits = (head * tokens + pair).to(tl.uint32) * KERNEL_GOLDEN + seed_bits
     return (bits ^ (bits >> 15)) * 0x846CA68B
 
 

@@ -6,7 +6,7 @@ It is what a CPU computes, and what the tests hold the kernels to.
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.hash_dropout import hash32
+from qa_lib.kernels.hash_dropout import GOLDEN_INT32, hash32
 
 
 def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
@@ -75,10 +75,9 @@ def dropout_mask(place, heads, seed, dropout):
 def query_seed(numbers, seed):
     """Return what seeds the hashes of the keys, for the `numbers` of pairs of queries, int32.
 
-    It is half a hash of the pair's number, since every thread has to compute it for few keys. The
-    golden ratio (Knuth 1973) puts neighbours far apart.
+    It is half a hash of the pair's number, since every thread has to compute it for few keys.
     """
-    bits = numbers * (0x9E3779B1 - 2**32) + seed
+    bits = numbers * GOLDEN_INT32 + seed
     return (bits ^ ((bits >> 15) & 0x1FFFF)) * (0x846CA68B - 2**32)
 
 

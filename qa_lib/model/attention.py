@@ -54,6 +54,10 @@ from qa_lib.model.fused_blocks import (
 )
 from qa_lib.spec.rules import unfit_heads
 
+# PyTorch's memory-efficient kernel rounds the number of logsumexp's entries for a segment up to a
+# multiple of the block size of its backward pass (kAlignLSE in PyTorch's sources).
+LOGSUMEXP_ALIGN = 32
+
 
 class Segments(NamedTuple):
     """Where the samples of a packed sequence lie."""
@@ -145,7 +149,7 @@ def _score_bias(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch
 
 def _logsumexp_length(limit: int) -> int:
     """Return how many entries the kernel keeps for the softmax of a segment and head."""
-    return -(-limit // 32) * 32
+    return -(-limit // LOGSUMEXP_ALIGN) * LOGSUMEXP_ALIGN
 
 
 _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"

@@ -65,7 +65,7 @@ from qa_lib.kernels.eight_bit import (
     encode_mean_kernel,
     encode_square_kernel,
 )
-from qa_lib.kernels.hash_dropout import hash32, hash32_kernel
+from qa_lib.kernels.hash_dropout import GOLDEN_INT32, hash32, hash32_kernel
 from qa_lib.kernels.many_tensors import chosen, in_calls, tensor_of_program, with_sums
 from qa_lib.kernels.precompile import launch
 
@@ -79,8 +79,6 @@ UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
 # Moments in 8 bits take as long to compute as to move. Every warp finds out which tensor is its
 # own: with 2 of them an element takes 84 instructions of sm_90, with 4 it takes 107.
 UPDATE_OF_CODES = {"BLOCK": eight_bit.BLOCK, "num_warps": 2}
-# Odd, and far from 0 in int32, so that the seeds of neighbouring steps lie far apart.
-GOLDEN = 0x9E3779B1 - 2**32
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -418,7 +416,7 @@ def random_bits(value: torch.Tensor, first: torch.Tensor, step: torch.Tensor) ->
     first element.
     """
     span = torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
-    return hash32(first + span, step.int() * GOLDEN)
+    return hash32(first + span, step.int() * GOLDEN_INT32)
 
 
 def weight_noise(bits: torch.Tensor) -> torch.Tensor:
@@ -427,7 +425,7 @@ def weight_noise(bits: torch.Tensor) -> torch.Tensor:
     They are the upper half of the product with an odd number, which for any lower half of `bits`
     takes every value equally often.
     """
-    return (bits * GOLDEN >> 16) & 0xFFFF
+    return (bits * GOLDEN_INT32 >> 16) & 0xFFFF
 
 
 def read_moments(mean, square, scale) -> tuple[torch.Tensor, torch.Tensor]:
@@ -566,7 +564,7 @@ def _update_by_kernel(
             BETA2=beta2,
             EPS=eps,
             FINER=FINER,
-            GOLDEN=GOLDEN,
+            GOLDEN=GOLDEN_INT32,
             DECAYS=shrink is not None,
             SKIPS=skip is not None,
             MASTERS=has_masters,
