@@ -59,6 +59,7 @@ with the sizes of its tiles. varlen_device.py says how their tensors lie in memo
 passes compute alike. varlen_reference.py has the plain PyTorch.
 """
 
+from inspect import signature
 from typing import NamedTuple
 
 import torch
@@ -127,7 +128,9 @@ def varlen_attention(
     if torch.compiler.is_compiling():
         output, *_ = _attention(*inputs)
     else:
-        output, _ = _Uncompiled.apply(*inputs, None, False)
+        placeholder = None  # so that nothing is copied
+        grad8_alone = False
+        output, _ = _Uncompiled.apply(*inputs, placeholder, grad8_alone)
     return output
 
 
@@ -176,7 +179,9 @@ def varlen_attention_and_copy(
 class _Uncompiled(torch.autograd.Function):
     """Attention's output and its copy, without the operator around `_attention`.
 
-    kernels/common.py says what that spares. `_attention`'s arguments have to be there all.
+    kernels/common.py says what that spares. A call has to give all of `_attention`'s arguments, in
+    its order: for an operator PyTorch fills in the defaults of those that are left out, but not for
+    a function like this, and `_setup_context` reads every one of them.
     """
 
     @staticmethod
@@ -339,44 +344,52 @@ def _attention_backward(
     return qkv_grad, bias_grad, weight_grad, qkv_grad8
 
 
+# The names of `_attention`'s arguments, in the order in which autograd gives and takes what belongs
+# to them: the arguments, whether each needs a gradient, and the gradients.
+ARGUMENTS = tuple(signature(_attention).parameters)
+# Those of the arguments that the backward pass takes as they are.
+SAVED_TENSORS = ("qkv", "bias", "cu_seqlens", "seed", "weight", "buckets", "table")
+SAVED_OPTIONS = ("longest", "dropout", "scale", "causal")
+
+
 def _setup_context(ctx, inputs, output):
-    qkv, bias, cu_seqlens, seed, *ctx.options, weight, buckets, table = inputs[:-2]
-    placeholder, ctx.grad8_alone = inputs[-2:]
+    arguments = dict(zip(ARGUMENTS, inputs, strict=True))
     attended, logsumexp, _ = output
-    ctx.save_for_backward(qkv, bias, attended, logsumexp, cu_seqlens, seed, weight, buckets, table)
-    ctx.has_placeholder = placeholder is not None
+    ctx.save_for_backward(attended, logsumexp, *(arguments[name] for name in SAVED_TENSORS))
+    ctx.options = {name: arguments[name] for name in SAVED_OPTIONS}
+    ctx.has_placeholder = arguments["placeholder"] is not None
+    ctx.grad8_alone = arguments["grad8_alone"]
     # Otherwise logsumexp would get a gradient of zeros, by a kernel of its own.
     ctx.set_materialize_grads(False)
 
 
-def _backward(ctx, grad, _, __):
-    qkv, bias, output, logsumexp, cu_seqlens, seed, *relative = ctx.saved_tensors
-    if not ctx.needs_input_grad[1]:
-        bias = None
+def _backward(ctx, output_grad, _, __):
+    attended, logsumexp, *saved = ctx.saved_tensors
+    tensors = dict(zip(SAVED_TENSORS, saved, strict=True))
+    # An operator counts no arguments at the end that have their defaults, which train nothing.
+    trains = dict.fromkeys(ARGUMENTS, False)
+    trains.update(zip(ARGUMENTS, ctx.needs_input_grad, strict=False))
+    if not trains["bias"]:
+        tensors["bias"] = None
     qkv_grad, bias_grad, weight_grad, qkv_grad8 = _attention_backward(
-        grad,
-        qkv,
-        bias,
-        output,
-        logsumexp,
-        cu_seqlens,
-        seed,
-        *ctx.options,
-        *relative,
-        ctx.has_placeholder,
-        ctx.grad8_alone,
+        output_grad,
+        output=attended,
+        logsumexp=logsumexp,
+        **tensors,
+        **ctx.options,
+        copies=ctx.has_placeholder,
+        copy_alone=ctx.grad8_alone,
     )
-    if not ctx.has_placeholder:
-        qkv_grad8 = None
-    if ctx.grad8_alone:
-        qkv_grad = None
-    if not ctx.needs_input_grad[1]:
-        bias_grad = None
-    # Arguments at the end that have their defaults are not counted in needs_input_grad.
-    if relative[0] is None or not ctx.needs_input_grad[8]:
-        weight_grad = None
-    nones = [None] * 6
-    return qkv_grad, bias_grad, *nones, weight_grad, None, None, qkv_grad8, None
+    gradients = dict.fromkeys(ARGUMENTS)
+    if not ctx.grad8_alone:
+        gradients["qkv"] = qkv_grad
+    if trains["bias"]:
+        gradients["bias"] = bias_grad
+    if trains["weight"]:
+        gradients["weight"] = weight_grad
+    if ctx.has_placeholder:
+        gradients["placeholder"] = qkv_grad8
+    return tuple(gradients.values())
 
 
 _attention.operator.register_autograd(_backward, setup_context=_setup_context)
