@@ -90,8 +90,8 @@ def attention_distance_sums(
     head = tl.program_id(1)
     first_key = tile // blocks * BLOCK
     first_query = tile % blocks * BLOCK
-    key = first_key + tl.arange(0, BLOCK)
-    query = first_query + tl.arange(0, BLOCK)
+    key_token = first_key + tl.arange(0, BLOCK)
+    query_token = first_query + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK, BLOCK], tl.float32)
     for segment in tl.range(tl.program_id(2), segments, tl.num_programs(2), num_stages=STAGES):
         begin = tl.load(cu_seqlens + segment)
@@ -99,8 +99,10 @@ def attention_distance_sums(
         last_query = tl.cdiv(length, STEP) * STEP
         if CAUSAL:
             last_query = tl.where(first_key > first_query, 0, last_query)
-        is_written = (key[:, None] < length) & (query < last_query)
-        ds_at = ds_of_segment(ds, head, begin, tokens, span) + key[:, None] * span + query
+        is_written = (key_token[:, None] < length) & (query_token < last_query)
+        ds_at = (
+            ds_of_segment(ds, head, begin, tokens, span) + key_token[:, None] * span + query_token
+        )
         total += tl.load(ds_at, mask=is_written, other=0.0).to(tl.float32)
 
     # A tile of 4 x 4, each element by its distance (key minus query, without the distance from the
