@@ -13,13 +13,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from triton.backends.compiler import GPUTarget
 
 from qa_lib.kernels import (
-    common,
     embedding_gradient,
     fp8,
     fused_norm,
     gelu,
+    hash_dropout,
     linear_cross_entropy,
     peer_gradients,
+    precompile,
     varlen_attention,
 )
 from qa_lib.train.master_adamw import MasterAdamW
@@ -66,7 +67,7 @@ def call_norms(half: torch.dtype, has_fp8: bool) -> None:
     hidden = empty(TOKENS, WIDTH, dtype=half)
     weight = empty(WIDTH, dtype=half)
     statistics = empty(2, TOKENS, dtype=torch.float32)
-    common.hash_dropout(hidden, seed(), 0.1)
+    hash_dropout.hash_dropout(hidden, seed(), 0.1)
     inputs = (hidden, weight, hidden, weight, weight, seed(), 0.1, 1e-12)
     rest = (weight, hidden, weight, seed(), statistics, 0.1, half)
     fused_norm._norm(*inputs)
@@ -184,10 +185,10 @@ def compiled(capability: int, call: Callable[[], None]) -> list[tuple]:
     gpu.get_current_stream.return_value = 0
     gpu.get_current_target.return_value = GPUTarget("cuda", capability, 32)
     triton.runtime.driver.set_active(gpu)  # what it asks of a GPU before it compiles for it
-    common._compile = lambda kernel, likes, _: (common._warmup(kernel, likes), likes)
+    precompile._compile = lambda kernel, likes, _: (precompile._warmup(kernel, likes), likes)
     with FakeTensorMode():
         call()
-    return [future.result() for future in common._unloaded]
+    return [future.result() for future in precompile._unloaded]
 
 
 def main() -> None:
@@ -196,7 +197,7 @@ def main() -> None:
         like = next(iter(likes.values()))
         assert f"sm_{capability}" in program.asm["ptx"] and program.asm["cubin"]
         print(program.metadata.name, like)
-    print("found", common.found_compiled())
+    print("found", precompile.found_compiled())
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from qa_lib.data.synthetic import TINY_CONFIG
-from qa_lib.kernels import common, fp8, fused_norm, varlen_attention
+from qa_lib.kernels import fp8, fused_norm, precompile, varlen_backward
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
 from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import layers_of
@@ -406,7 +406,7 @@ def launches(monkeypatch) -> list:
     Each with its arguments by name.
     """
     calls = []
-    monkeypatch.setattr(common, "_compile_in_thread", lambda *call: calls.append(call[:2]))
+    monkeypatch.setattr(precompile, "_compile_in_thread", lambda *call: calls.append(call[:2]))
     # Autograd wants a GPU for tensors that say that they lie on one.
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _: True), raising=False)
 
@@ -460,8 +460,8 @@ def test_on_a_gpu_no_gradient_is_written_in_bf16_that_only_a_weights_gradient_wo
     """
     calls = launched_by(variant, checkpoint(kind, tmp_path), request)
     of_norms = [a["gemm_grad"] for kernel, a in calls if kernel is fused_norm.norm_backward_kernel]
-    backward = varlen_attention.varlen_attention_backward
-    of_queries = varlen_attention.attention_query_backward
+    backward = varlen_backward.varlen_attention_backward
+    of_queries = varlen_backward.attention_query_backward
     of_attention = [a["qkv_grad"] for kernel, a in calls if kernel in (backward, of_queries)]
     written = tuple(
         sum(gradient is not None for gradient in gradients)

@@ -13,7 +13,8 @@ from torch import library
 from transformers import BertConfig
 from transformers.models.bert.modeling_bert import BertOutput
 
-from qa_lib.kernels import common, fp8, fused_norm, gelu
+from qa_lib.kernels import fp8, fused_norm, gelu, hash_dropout, partial_sums
+from qa_lib.kernels.hash_dropout import _HashDropout
 from qa_lib.model import fused_blocks
 from qa_lib.model.build import build_model
 from qa_lib.model.fused_blocks import (
@@ -145,9 +146,9 @@ def test_in_half_precision_it_is_as_near_as_that_allows(dtype, others, error):
 def test_a_kernel_of_its_own_drops_the_same_elements_and_their_gradients(dtype):
     x, grad = torch.randn(2, 5, 333, device=DEVICE).to(dtype)
     seed = torch.tensor(77, dtype=torch.int32, device=DEVICE)
-    results = with_gradients(lambda x: common._HashDropout.apply(x, seed, 0.1), [x], grad)
+    results = with_gradients(lambda x: _HashDropout.apply(x, seed, 0.1), [x], grad)
     for dropped, tensor in zip(results, (x, grad), strict=True):
-        expected = common.hash_dropout(tensor.cpu(), seed.cpu(), 0.1)
+        expected = hash_dropout.hash_dropout(tensor.cpu(), seed.cpu(), 0.1)
         assert torch.equal(dropped.cpu() == 0, expected == 0)
         torch.testing.assert_close(dropped.cpu(), expected)
 
@@ -291,7 +292,7 @@ def test_the_model_trains_by_the_kernels_as_without_them(request):
 @pytest.mark.parametrize(("programs", "width"), [(1, 768), (128, 3), (129, 17), (264, 2304)])
 def test_the_partial_sums_of_programs_are_added_up(programs, width):
     partials = torch.randn(programs, width, device=DEVICE)
-    total = common.sum_partials(partials, torch.float32)
+    total = partial_sums.sum_partials(partials, torch.float32)
     torch.testing.assert_close(total, partials.sum(0), atol=1e-4, rtol=1e-5)
 
 
@@ -542,7 +543,7 @@ def test_renewal_changes_all_seeds_reproducibly(model_with_hash_dropout):
 def kept_elements(shape, seed, threshold) -> torch.Tensor:
     """Which elements a kernel keeps, by their places in memory."""
     numbers = torch.arange(math.prod(shape), dtype=torch.int32, device=seed.device).view(shape)
-    return common.hash32(numbers, seed) & 0x7FFFFFFF >= threshold
+    return hash_dropout.hash32(numbers, seed) & 0x7FFFFFFF >= threshold
 
 
 def covers(programs: int, tile: int, size: int) -> bool:
@@ -602,7 +603,7 @@ def dropout(grid, x, y, seed, size, threshold, kept_scale, ELEMENTS, **_) -> Non
     y.copy_(torch.where(kept_elements(x.shape, seed, threshold), x * kept_scale, 0.0))
 
 
-def partial_sums(grid, partials, total, programs, WIDTH, COLUMNS, **_) -> None:
+def sum_of_partials(grid, partials, total, programs, WIDTH, COLUMNS, **_) -> None:
     assert covers(grid[0], COLUMNS, WIDTH)
     total.copy_(partials.view(programs, WIDTH).sum(0).view(total.shape))
 
@@ -613,14 +614,14 @@ def kernels_in_pytorch(monkeypatch):
     in_pytorch = {
         fused_norm.norm_forward_kernel: norm_forward,
         fused_norm.norm_backward_kernel: norm_backward,
-        common.sum_partials_kernel: partial_sums,
-        common.dropout_kernel: dropout,
+        partial_sums.sum_partials_kernel: sum_of_partials,
+        hash_dropout.dropout_kernel: dropout,
     }
 
     def launch(kernel, grid, /, **arguments):
         in_pytorch[kernel](grid, **arguments)
 
-    for module in (common, fused_norm):
+    for module in (fused_norm, hash_dropout, partial_sums):
         monkeypatch.setattr(module, "launch", launch)
     monkeypatch.setattr(fused_norm, "PROGRAMS", 3)
 
@@ -705,15 +706,15 @@ def test_what_surrounds_the_kernel_of_dropout_drops_the_gradient_by_the_same_bit
 ):
     x, grad = torch.randn(2, 5, 500)
     seed = torch.tensor(77, dtype=torch.int32)
-    results = with_gradients(lambda x: common._HashDropout.apply(x.T, seed, 0.25), [x], grad.T)
-    expected = with_gradients(lambda x: common.hash_dropout(x.T, seed, 0.25), [x], grad.T)
+    results = with_gradients(lambda x: _HashDropout.apply(x.T, seed, 0.25), [x], grad.T)
+    expected = with_gradients(lambda x: hash_dropout.hash_dropout(x.T, seed, 0.25), [x], grad.T)
     torch.testing.assert_close(results, expected)
     assert 0.15 < (results[0] == 0).float().mean() < 0.35
 
 
 def test_programs_of_the_sum_of_partial_sums_have_every_column(kernels_in_pytorch):
     partials = torch.randn(5, 3, 7)
-    total = common.sum_partials(partials, torch.bfloat16)
+    total = partial_sums.sum_partials(partials, torch.bfloat16)
     assert total.dtype == torch.bfloat16
     torch.testing.assert_close(total.float(), partials.sum(0), atol=0.05, rtol=0.05)
 

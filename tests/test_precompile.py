@@ -12,7 +12,7 @@ from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qa_lib.kernels import common
+from qa_lib.kernels import common, precompile
 from tests.material import python
 
 
@@ -34,9 +34,9 @@ def compiled(monkeypatch):
         done.append((likes, device.type))
         return MagicMock()
 
-    monkeypatch.setattr(common, "_compile", compile_later)
-    monkeypatch.setattr(common, "_asked_for", set())
-    monkeypatch.setattr(common, "_unloaded", [])
+    monkeypatch.setattr(precompile, "_compile", compile_later)
+    monkeypatch.setattr(precompile, "_asked_for", set())
+    monkeypatch.setattr(precompile, "_unloaded", [])
     yield done, gate
     gate.set()
 
@@ -47,12 +47,12 @@ def test_fake_tensors_start_nothing_and_have_each_kind_compiled_once(compiled):
     with FakeTensorMode():
         for rows in (3, 3, 5):
             x = torch.empty(rows, device="cuda")
-            common.launch(kernel, (1,), x=(x, x.half()), y=None, rows=rows, BLOCK=8)
+            precompile.launch(kernel, (1,), x=(x, x.half()), y=None, rows=rows, BLOCK=8)
         on_cpu = (torch.empty(3), torch.empty(3))
-        common.launch(kernel, (1,), x=on_cpu, y=None, rows=3, BLOCK=8)
-    common.launch(kernel, (1,), x=torch.empty(3, device="meta"), rows=3)
+        precompile.launch(kernel, (1,), x=on_cpu, y=None, rows=3, BLOCK=8)
+    precompile.launch(kernel, (1,), x=torch.empty(3, device="meta"), rows=3)
     gate.set()
-    common.wait(common._unloaded)
+    precompile.wait(precompile._unloaded)
     types = (torch.float32, torch.float16)
     assert sorted(done, key=str) == [
         ({"x": types, "y": None, "rows": rows, "BLOCK": 8}, "cuda") for rows in (3, 5)
@@ -65,9 +65,9 @@ def test_what_is_started_waits_for_what_is_being_compiled(compiled):
     kernel = MagicMock()
     x = torch.ones(2)
     with FakeTensorMode():
-        common.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
+        precompile.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
     threading.Timer(0.1, gate.set).start()
-    common.launch(kernel, (7,), x=x, BLOCK=8)
+    precompile.launch(kernel, (7,), x=x, BLOCK=8)
     assert len(done) == 1
     assert started(kernel) == [((7,), (), {"x": x, "BLOCK": 8})]
 
@@ -86,17 +86,17 @@ class Program:
 def test_programs_are_loaded_one_after_the_other_by_the_thread_that_launches(monkeypatch):
     """Launchers of Triton 3.6 that two threads load at once take each other's function."""
     loaded_by = []
-    monkeypatch.setattr(common, "_compile", lambda *_: Program(loaded_by))
-    monkeypatch.setattr(common, "_asked_for", set())
-    monkeypatch.setattr(common, "_unloaded", [])
+    monkeypatch.setattr(precompile, "_compile", lambda *_: Program(loaded_by))
+    monkeypatch.setattr(precompile, "_asked_for", set())
+    monkeypatch.setattr(precompile, "_unloaded", [])
     kernel = MagicMock()
     with FakeTensorMode():
         for rows in (1, 2, 3):
-            common.launch(kernel, (1,), x=torch.empty(rows, device="cuda"), rows=rows)
-    common.wait(common._unloaded)
+            precompile.launch(kernel, (1,), x=torch.empty(rows, device="cuda"), rows=rows)
+    precompile.wait(precompile._unloaded)
     assert loaded_by == []
     for _ in range(2):
-        common.launch(kernel, (1,), x=torch.ones(2))
+        precompile.launch(kernel, (1,), x=torch.ones(2))
     assert loaded_by == 3 * [threading.current_thread()]
 
 
@@ -104,13 +104,13 @@ def test_a_compilation_that_fails_is_left_to_the_launch(monkeypatch):
     def fail(*_):
         raise RuntimeError("no C compiler")
 
-    monkeypatch.setattr(common, "_compile", fail)
-    monkeypatch.setattr(common, "_asked_for", set())
-    monkeypatch.setattr(common, "_unloaded", [])
+    monkeypatch.setattr(precompile, "_compile", fail)
+    monkeypatch.setattr(precompile, "_asked_for", set())
+    monkeypatch.setattr(precompile, "_unloaded", [])
     kernel = MagicMock()
     with FakeTensorMode():
-        common.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
-    common.launch(kernel, (1,), x=torch.ones(2))
+        precompile.launch(kernel, (1,), x=torch.empty(2, device="cuda"))
+    precompile.launch(kernel, (1,), x=torch.ones(2))
     assert len(started(kernel)) == 1
 
 

@@ -8,8 +8,18 @@ import pytest
 import torch
 from torch import library
 
-from qa_lib.kernels import fp8
+from qa_lib.kernels import fp8, varlen_distance
 from qa_lib.kernels import varlen_attention as varlen
+from qa_lib.kernels.common import LOG2_E
+from qa_lib.kernels.varlen_backward import BACKWARD, delta_kernel, varlen_attention_backward
+from qa_lib.kernels.varlen_forward import CAUSAL_FORWARD, varlen_attention_forward
+from qa_lib.kernels.varlen_reference import (
+    dropout_mask,
+    dropout_scale,
+    reference,
+    segment_of,
+    threshold_in_8_bits,
+)
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
@@ -59,7 +69,7 @@ def relative_of(heads=2, dtype=torch.float32) -> varlen.RelativeBias:
     weight = torch.randn(16, heads).to(DEVICE, dtype)
     distances = torch.arange(-REACH, REACH + 1, device=DEVICE)
     buckets = (distances.abs().clamp(max=14) // 2 + 8 * (distances > 0)).int()
-    table = varlen.LOG2_E * weight.float()[buckets].t().contiguous()
+    table = LOG2_E * weight.float()[buckets].t().contiguous()
     return varlen.RelativeBias(weight, buckets, table)
 
 
@@ -72,7 +82,7 @@ def by_plain(cu_seqlens, seed, dropout, causal=False):
     """The function of the inputs that runs the reference."""
 
     def attention(qkv, bias):
-        return varlen.reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal)
+        return reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal)
 
     return attention
 
@@ -111,11 +121,16 @@ def test_the_kernel_is_the_reference(lengths, dropout):
 @pytest.mark.parametrize("lengths", [[96, 96], [1, 65, 130]], ids=str)
 def test_a_causal_kernel_is_the_reference(lengths, tiles, monkeypatch):
     queries, keys, block, step = tiles
-    monkeypatch.setitem(varlen.CAUSAL_FORWARD, "QUERIES", queries)
-    monkeypatch.setitem(varlen.CAUSAL_FORWARD, "KEYS", keys)
-    monkeypatch.setitem(varlen.BACKWARD, "BLOCK", block)
-    monkeypatch.setitem(varlen.BACKWARD, "STEP", step)
+    monkeypatch.setitem(CAUSAL_FORWARD, "QUERIES", queries)
+    monkeypatch.setitem(CAUSAL_FORWARD, "KEYS", keys)
+    monkeypatch.setitem(BACKWARD, "BLOCK", block)
+    monkeypatch.setitem(BACKWARD, "STEP", step)
     assert_kernel_close(*drawn(lengths), dropout=0.1, error=1e-5, causal=True)
+
+
+def test_tiles_end_where_the_diagonals_of_causal_attention_do():
+    assert CAUSAL_FORWARD["QUERIES"] % CAUSAL_FORWARD["KEYS"] == 0
+    assert BACKWARD["BLOCK"] % BACKWARD["STEP"] == 0
 
 
 def head_attention(query, key, value, kept, rate, causal):
@@ -132,7 +147,7 @@ def by_formula(cu_seqlens, seed, causal, rate=0.25):
     ends = cu_seqlens.tolist()
     lengths = cu_seqlens.diff().tolist()
     places = torch.cat([torch.arange(length) for length in lengths]).to(DEVICE, torch.int32)
-    kept = varlen._dropout_mask(places, 3, seed, rate)
+    kept = dropout_mask(places, 3, seed, rate)
 
     def attention(qkv, bias):
         outputs = []
@@ -269,7 +284,7 @@ RATE = 26 / 256  # the nearest to 0.1 for a byte
 def kept(seed, rate=RATE):
     """Which scores are kept [heads, tokens of both segments, tokens of one]."""
     places = torch.arange(LENGTH, dtype=torch.int32).repeat(2)  # of two segments
-    mask = varlen._dropout_mask(places, HEADS, torch.tensor(seed, dtype=torch.int32), rate)
+    mask = dropout_mask(places, HEADS, torch.tensor(seed, dtype=torch.int32), rate)
     return mask[:, :, :LENGTH]
 
 
@@ -291,8 +306,8 @@ def test_half_of_the_scores_may_be_dropped_and_none():
 
 @pytest.mark.parametrize(("rate", "bytes_"), [(0.0, 0), (0.1, 26), (0.5, 128)])
 def test_a_rate_is_the_nearest_share_of_bytes_and_what_is_kept_makes_up_for_that(rate, bytes_):
-    assert varlen._threshold(rate) == bytes_
-    assert varlen._dropout_scale(rate) == 256 / (256 - bytes_)
+    assert threshold_in_8_bits(rate) == bytes_
+    assert dropout_scale(rate) == 256 / (256 - bytes_)
 
 
 DISTANCES = [
@@ -415,24 +430,24 @@ class InPyTorch:
     def __init__(self, qkv, cu_seqlens, seed, threshold, CAUSAL, HEADS, WIDTH, **_):
         assert qkv.shape[1:] == (3, HEADS, WIDTH)
         self.parts = qkv.permute(1, 2, 0, 3)
-        segment = varlen.segment_of(cu_seqlens, len(qkv))
+        segment = segment_of(cu_seqlens, len(qkv))
         self.seen = segment[:, None] == segment
         if CAUSAL:
             self.seen = self.seen.tril()
         places = torch.arange(len(qkv), dtype=torch.int32) - cu_seqlens[segment]
-        self.kept = varlen._dropout_mask(places, HEADS, seed, threshold / 256)
+        self.kept = dropout_mask(places, HEADS, seed, threshold / 256)
 
     def scores(self, scale):
         query, key, _ = self.parts
         return (query @ key.mT * scale).masked_fill(~self.seen, -torch.inf)
 
     @staticmethod
-    def forward(grid, output, logsumexp, scale, kept_scale, **a) -> None:
+    def forward(grid, output, logsumexp, scale_log2, kept_scale, **a) -> None:
         self = InPyTorch(**a)
         blocks, heads, segments = grid
         assert covers(blocks, a["QUERIES"], LONGEST)
         assert (heads, segments) == (a["HEADS"], len(a["cu_seqlens"]) - 1)
-        scores = self.scores(scale)
+        scores = self.scores(scale_log2)
         logsumexp.copy_(torch.exp2(scores).sum(-1).log2())
         p = torch.exp2(scores - logsumexp[:, :, None])
         if a["DROPS"]:
@@ -473,9 +488,9 @@ class InPyTorch:
 @pytest.fixture
 def kernels_in_pytorch(monkeypatch):
     in_pytorch = {
-        varlen.varlen_attention_forward: InPyTorch.forward,
-        varlen.delta_kernel: InPyTorch.delta,
-        varlen.varlen_attention_backward: InPyTorch.backward,
+        varlen_attention_forward: InPyTorch.forward,
+        delta_kernel: InPyTorch.delta,
+        varlen_attention_backward: InPyTorch.backward,
     }
 
     def launch(kernel, grid, /, **arguments):
@@ -517,6 +532,25 @@ def test_attention_that_nobody_asks_for_copies_makes_none(kernels_in_pytorch):
     *_, qkv_grad8 = varlen._attention_backward(grad, qkv, None, output, logsumexp, *rest)
     assert copy8.numel() == 0
     assert qkv_grad8.numel() == 0
+
+
+def test_all_kernels_of_the_gradients_of_scores_have_one_block(monkeypatch):
+    """One writes no such gradients in blocks of which another one must not read them."""
+    tiles = []
+
+    def launch(kernel, grid, /, BLOCK=None, STEP=None, **_):
+        if kernel is not delta_kernel:
+            tiles.append((BLOCK, STEP))
+
+    for module in (varlen, varlen_distance):
+        monkeypatch.setattr(module, "launch", launch)
+        monkeypatch.setattr(module, "sum_partials", lambda partials, dtype: partials.sum(0))
+    qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
+    logsumexp = torch.zeros(2, len(qkv))
+    relative = [tensor.cpu() for tensor in relative_of()]
+    rest = (cu_seqlens, seed, 9, 0.1, SCALE, True, *relative)
+    varlen._attention_backward(grad, qkv, None, grad, logsumexp, *rest)
+    assert tiles == 3 * [(BACKWARD["BLOCK"], BACKWARD["STEP"])]
 
 
 def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorch):
@@ -619,9 +653,7 @@ def assert_relative_close(
 
     def plain(qkv, bias, weight):
         changed = relative._replace(weight=weight)
-        return varlen.reference(
-            qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, relative=changed
-        )
+        return reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, relative=changed)
 
     inputs = (*with_bias(qkv), relative.weight)
     return close_to_plain(kernel, plain, inputs, [grad], error)
@@ -665,7 +697,7 @@ def test_a_token_alone_gives_a_bias_by_distance_no_gradient():
 @pytest.mark.triton
 def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
     relative = relative_of()
-    table = relative.table + 200 * varlen.LOG2_E
+    table = relative.table + 200 * LOG2_E
     relative = relative._replace(weight=relative.weight + 200, table=table)
     assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
 
@@ -689,7 +721,7 @@ def test_no_gradient_of_scores_is_read_that_was_not_written(causal, unwritten_is
 @pytest.mark.triton
 @pytest.mark.parametrize("groups", [1, 4])
 def test_the_gradient_of_a_bias_is_the_sum_of_each_buckets_gradients_of_scores(groups, monkeypatch):
-    monkeypatch.setattr(varlen, "GROUPS", groups)
+    monkeypatch.setattr(varlen_distance, "GROUPS", groups)
     *_, cu_seqlens, _ = drawn([70, 0, 1, 30, 64, 5])
     relative = relative_of()
     torch.manual_seed(3)
@@ -701,7 +733,7 @@ def test_the_gradient_of_a_bias_is_the_sum_of_each_buckets_gradients_of_scores(g
         for k, q in itertools.product(range(length), repeat=2):
             bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
             expected[bucket] += ds[:, begin + k, q]
-    found = varlen._sums_by_distance(
+    found = varlen_distance.sums_by_distance(
         ds, cu_seqlens, relative.buckets, len(expected), False, torch.float32
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -726,7 +758,7 @@ def test_the_operator_with_a_bias_by_distance_is_what_the_compiler_takes_it_for(
 def test_the_reference_adds_the_bias_of_each_distance_to_the_scaled_scores():
     qkv, _, cu_seqlens, seed = drawn([40, 7])
     relative = relative_of()
-    output = varlen.reference(qkv, None, cu_seqlens, seed, 0.0, SCALE, relative=relative)
+    output = reference(qkv, None, cu_seqlens, seed, 0.0, SCALE, relative=relative)
     for begin, end in itertools.pairwise(cu_seqlens.tolist()):
         query, key, value = qkv[begin:end].unbind(1)
         scores = SCALE * torch.einsum("qhw,khw->hqk", query, key)

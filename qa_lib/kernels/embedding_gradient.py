@@ -36,7 +36,8 @@ GPUs of compute capability 7.5 and newer.
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import jit, launch, tl
+from qa_lib.kernels.common import jit, tl
+from qa_lib.kernels.precompile import launch
 
 CHUNK = 64  # tokens; twice as many must be fewer than a byte has values
 # A row of `places` has a multiple of it, which every TILE divides; beyond the chunks it has zeros.

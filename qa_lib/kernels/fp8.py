@@ -31,7 +31,9 @@ from functools import lru_cache
 
 import torch
 
-from qa_lib.kernels.common import INTERPRETED, chosen, custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import INTERPRETED, custom_op, is_fake, jit, tl
+from qa_lib.kernels.many_tensors import chosen
+from qa_lib.kernels.precompile import launch
 
 # Powers of two that move values into the range of their format. They are fixed, since finding each
 # tensor's maximum costs as much as the GEMM saves. Layer norm and GELU keep activations within ±28;

@@ -9,8 +9,8 @@ columns, over all tokens, for the gradients of bias, gamma and beta. Each kernel
 from memory, and small kernels follow that finish the columns' sums. What is different here:
 
 - A program of the backward kernel takes every so many rows, one after the other, and keeps the
-  columns' sums of its rows in registers meanwhile: everything is read once (common.py says what
-  becomes of the partial sums).
+  columns' sums of its rows in registers meanwhile: everything is read once (partial_sums.py says
+  what becomes of the partial sums).
 - For rows x with mean m and inverse deviation r, normed n = (x - m) r, the gradient g of n (that of
   the output, times gamma) gives that of x as r (g - mean(g) - n mean(g n)) (Ba et al. 2016,
   differentiated). Means are over the row.
@@ -18,8 +18,8 @@ from memory, and small kernels follow that finish the columns' sums. What is dif
   two gradients that come back (`fused_norm`).
 - Between the passes are kept the GEMM's output, the residual, which is there anyway, and m and r:
   two numbers a row.
-- Dropout is that of common.py, its bits computed again from each element's number; all else is in
-  fp32.
+- Dropout is that of hash_dropout.py, its bits computed again from each element's number; all else
+  is in fp32.
 
 GPT-2 has its norms before the linear layers (pre-norm; Radford et al. 2019), and the residual
 stream passes them by: s = residual + dropout(x W^T + bias) goes on as it is, and norm(s) into the
@@ -39,17 +39,11 @@ run them.
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import (
-    custom_op,
-    hash_dropout,
-    jit,
-    keep_mask,
-    launch,
-    sum_partials,
-    threshold_of,
-    tl,
-)
+from qa_lib.kernels.common import custom_op, jit, tl
 from qa_lib.kernels.fp8 import ACTIVATION, E4M3_MAX, E5M2_MAX, GRADIENT, in_8_bits
+from qa_lib.kernels.hash_dropout import hash_dropout, keep_mask, threshold_in_31_bits
+from qa_lib.kernels.partial_sums import sum_partials
+from qa_lib.kernels.precompile import launch
 
 PROGRAMS = 528  # of the backward kernel: four for each multiprocessor of an H200
 # ROWS are those that a program has at a time; STAGES, how many iterations ahead of its arithmetic
@@ -222,7 +216,7 @@ def _norm(
         statistics=statistics,
         rows=rows,
         eps=eps,
-        threshold=threshold_of(dropout),
+        threshold=threshold_in_31_bits(dropout),
         kept_scale=1 / (1 - dropout),
         WIDTH=width,
         BLOCK=_power_of_2(width),
@@ -279,7 +273,7 @@ def _norm_backward(
         residual_grad=residual_grad,
         partials=partials,
         rows=rows,
-        threshold=threshold_of(dropout),
+        threshold=threshold_in_31_bits(dropout),
         kept_scale=1 / (1 - dropout),
         WIDTH=width,
         BLOCK=_power_of_2(width),

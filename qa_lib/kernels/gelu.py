@@ -34,8 +34,10 @@ z), so that two terms give it exactly.
 import torch
 
 from qa_lib.kernels import fp8
-from qa_lib.kernels.common import INTERPRETED, LOG2_E, custom_op, jit, launch, sum_partials, tl
+from qa_lib.kernels.common import INTERPRETED, KERNEL_LOG2_E, custom_op, jit, tl
 from qa_lib.kernels.fp8 import ACTIVATION, GRADIENT, WEIGHT, in_8_bits, once
+from qa_lib.kernels.partial_sums import sum_partials
+from qa_lib.kernels.precompile import launch
 
 PROGRAMS = 264  # of the backward kernel: two for each multiprocessor of an H200
 # ROWS and COLUMNS are those that a program has at a time; STAGES, how many iterations ahead of its
@@ -53,7 +55,6 @@ TERMS = (1.59422507, 7.46130176e-2, -7.83352601e-4)
 TANH_TERMS = (1.59576912, 7.13548163e-2, 0.0)
 # The square of the largest x that the polynomial is for. Further out the cdf is 0 or 1 anyway.
 LARGEST_SQUARE = 40.0
-LOG2_OF_E = tl.constexpr(LOG2_E)
 # 1 / (1 + 2^power), where the power is the logit times -log2(e). Each of the two approximations is
 # off by 2^-22 of its result, and gives 0 below 2^-126. Those that Triton's sigmoid takes are no
 # nearer, and it takes eight instructions more for results below that. `tanh.approx.f32` would save
@@ -400,7 +401,8 @@ def cdf_kernel(x, square, FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.c
         return tl.sigmoid(x * (FIRST + square * (SECOND + square * THIRD)))
     else:
         power = x * (
-            -LOG2_OF_E * FIRST + square * (-LOG2_OF_E * SECOND + square * (-LOG2_OF_E * THIRD))
+            -KERNEL_LOG2_E * FIRST
+            + square * (-KERNEL_LOG2_E * SECOND + square * (-KERNEL_LOG2_E * THIRD))
         )
         return tl.inline_asm_elementwise(
             SIGMOID, "=f,f", [power], dtype=tl.float32, is_pure=True, pack=1

@@ -30,8 +30,9 @@ On a CPU plain PyTorch takes its place. The kernel is for GPUs of compute capabi
 import torch
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import custom_op, is_fake, jit, launch, tl
+from qa_lib.kernels.common import KERNEL_LOG2_E, custom_op, is_fake, jit, tl
 from qa_lib.kernels.fp8 import ACTIVATION, WEIGHT, in_e4m3, scaled_mm, weight_in_e4m3
+from qa_lib.kernels.precompile import launch
 
 # By which gradients by logits are multiplied in e5m2. Before the mean they lie within ±1, and e5m2
 # ends at 57,344.
@@ -181,7 +182,7 @@ def loss_kernel(
     a time, so that a sum is scaled anew only once for them. Exponents are of 2, for which the GPU
     has an instruction.
     """
-    log2e = 1.4426950408889634
+    log2e = KERNEL_LOG2_E
     row = tl.program_id(0)
     begin_of_row = row.to(tl.int64) * WORDS
     logits += begin_of_row

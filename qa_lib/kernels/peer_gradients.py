@@ -17,7 +17,9 @@ from collections.abc import Sequence
 
 import torch
 
-from qa_lib.kernels.common import chosen, in_calls, jit, launch, locate, tl, with_sums
+from qa_lib.kernels.common import jit, tl
+from qa_lib.kernels.many_tensors import chosen, in_calls, tensor_of_program, with_sums
+from qa_lib.kernels.precompile import launch
 
 MOST_ELEMENTS = 2**31 - 1  # places of elements are 32-bit numbers in the kernels
 SEND = {"BLOCK": 4096, "num_warps": 4}
@@ -30,9 +32,9 @@ def send_gradients(
     """Write gradients into their owners' slots; return the sum of their squares, fp32.
 
     `slots` are those of all owners by rank, each [senders, length], with as many senders as owners
-    and a length that is a multiple of common.ALIGN. The flat gradients, one after the other, fill
-    slot `rank` of one owner after the other. They are contiguous, of one type, on this GPU, and
-    all slots of a rank together have up to MOST_ELEMENTS.
+    and a length that is a multiple of many_tensors.ALIGN. The flat gradients, one after the other,
+    fill slot `rank` of one owner after the other. They are contiguous, of one type, on this GPU,
+    and all slots of a rank together have up to MOST_ELEMENTS.
     """
     length = slots[0].shape[1]
     begins = []
@@ -121,7 +123,7 @@ def send_kernel(
 
     `begins` are the places of the gradients' first elements among all that are sent.
     """
-    number, _, element, inside = locate(sizes, COUNT, BLOCK)
+    number, _, element, inside = tensor_of_program(sizes, COUNT, BLOCK)
     value = tl.load(chosen(gradients, number, COUNT) + element, mask=inside, other=0.0)
     wide = value.to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(wide * wide, 0))

@@ -40,12 +40,10 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.varlen_attention import (
     RelativeBias,
-    attach_bias_grad,
-    relative_scores,
-    segment_of,
     varlen_attention,
     varlen_attention_and_copy,
 )
+from qa_lib.kernels.varlen_reference import attach_bias_grad, relative_scores, segment_of
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.fused_blocks import (
     HashDropout,
@@ -55,6 +53,10 @@ from qa_lib.model.fused_blocks import (
     to_float8,
 )
 from qa_lib.spec.rules import unfit_heads
+
+# PyTorch's memory-efficient kernel rounds the number of logsumexp's entries for a segment up to a
+# multiple of the block size of its backward pass (kAlignLSE in PyTorch's sources).
+LOGSUMEXP_ALIGN = 32
 
 
 class Segments(NamedTuple):
@@ -147,7 +149,7 @@ def _score_bias(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch
 
 def _logsumexp_length(limit: int) -> int:
     """Return how many entries the kernel keeps for the softmax of a segment and head."""
-    return -(-limit // 32) * 32
+    return -(-limit // LOGSUMEXP_ALIGN) * LOGSUMEXP_ALIGN
 
 
 _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
@@ -402,7 +404,7 @@ AttentionMaskInterface.register(UNMASKED, lambda *_, **__: None)
 class BiasDeferredLinear(nn.Linear):
     """nn.Linear that adds its bias and leaves the bias's gradient to the attention kernel after it.
 
-    kernels/common.py says why.
+    kernels/partial_sums.py says why.
     """
 
     def forward(self, x):

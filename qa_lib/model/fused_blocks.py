@@ -40,11 +40,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from qa_lib.errors import UserError
-from qa_lib.kernels.common import hash_dropout
 from qa_lib.kernels.embedding_gradient import embedding
 from qa_lib.kernels.fp8 import cast_ahead, fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.fused_norm import fused_add_norm, fused_norm
 from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder, gelu
+from qa_lib.kernels.hash_dropout import hash_dropout
 from qa_lib.kernels.varlen_attention import varlen_attention, varlen_attention_and_copy
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
 

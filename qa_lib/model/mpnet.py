@@ -24,7 +24,8 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import LOG2_E
-from qa_lib.kernels.varlen_attention import RelativeBias, relative_scores
+from qa_lib.kernels.varlen_attention import RelativeBias
+from qa_lib.kernels.varlen_reference import relative_scores
 from qa_lib.model.bert_layers import replace_layers
 
 # Distances of so many tokens and more have the last bucket.

@@ -29,8 +29,8 @@ import torch._functorch.config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
-from qa_lib.kernels.common import found_compiled
 from qa_lib.kernels.linear_cross_entropy import IGNORED, linear_cross_entropy
+from qa_lib.kernels.precompile import found_compiled
 from qa_lib.model.packed import RegionalModel
 from qa_lib.private import BREAKS_A_COMMAND, plain_path
 from qa_lib.spec.settings import Settings
@@ -176,7 +176,7 @@ def start_compilers(settings: Settings, device: torch.device) -> None:
 def compile_kernels(forward: Callable[[], torch.Tensor], model: torch.nn.Module) -> None:
     """Have Triton compile all kernels of a step at once, before the first of them runs.
 
-    It is for models without a compiler, which would ask for them (kernels/common.py). `forward`
+    It is for models without a compiler, which would ask for them (kernels/precompile.py). `forward`
     returns the loss; it and the backward pass run among fake tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -29,9 +29,10 @@ out, but the kernel's programs can end at once.
 moment would never fall, and only gradients about twice as large as its root would raise it. Rounded
 up with the probability with which it lies near the next number (Gupta et al. 2015), it stands still
 in most steps, moves far enough in some, and is right on average. The random bits are a hash of step
-and of the element's number in the optimizer, like dropout's (kernels/common.py): a run repeats, a
-CUDA graph rounds anew in each replay, and processes that make the same update agree. Moments in 8
-bits (kernels/eight_bit.py, variant E-recompute-8bit) are rounded by the same random bits.
+and of the element's number in the optimizer, like dropout's (kernels/hash_dropout.py): a run
+repeats, a CUDA graph rounds anew in each replay, and processes that make the same update agree.
+Moments in 8 bits (kernels/eight_bit.py, variant E-recompute-8bit) are rounded by the same random
+bits.
 
 **Weights in bf16 can do without masters** if they are rounded in this way too (variants
 E-fp8-rounded-bf16 and E-fp8-rounded; torchao's AdamW and the rivals of peers/ do so). A step that
@@ -57,23 +58,16 @@ from torch.nn import functional as F
 
 from qa_lib.errors import UserError
 from qa_lib.kernels import eight_bit
-from qa_lib.kernels.common import (
-    chosen,
-    hash32,
-    hash32_kernel,
-    in_calls,
-    jit,
-    launch,
-    locate,
-    tl,
-    with_sums,
-)
+from qa_lib.kernels.common import jit, tl
 from qa_lib.kernels.eight_bit import (
     decode_mean_kernel,
     decode_square_kernel,
     encode_mean_kernel,
     encode_square_kernel,
 )
+from qa_lib.kernels.hash_dropout import GOLDEN_INT32, hash32, hash32_kernel
+from qa_lib.kernels.many_tensors import chosen, in_calls, tensor_of_program, with_sums
+from qa_lib.kernels.precompile import launch
 
 FINER = 2.0**11  # by which an fp16 weight's low bits are multiplied
 # The type of a weight's low bits, by the weight's.
@@ -85,8 +79,6 @@ UPDATE = {"BLOCK": eight_bit.BLOCK, "num_warps": 4}
 # Moments in 8 bits take as long to compute as to move. Every warp finds out which tensor is its
 # own: with 2 of them an element takes 84 instructions of sm_90, with 4 it takes 107.
 UPDATE_OF_CODES = {"BLOCK": eight_bit.BLOCK, "num_warps": 2}
-# Odd, and far from 0 in int32, so that the seeds of neighbouring steps lie far apart.
-GOLDEN = 0x9E3779B1 - 2**32
 
 
 class MasterAdamW(torch.optim.Optimizer):
@@ -236,7 +228,7 @@ class MasterAdamW(torch.optim.Optimizer):
         return norm
 
     def _compile_kernels(self) -> None:
-        """Have the kernels compiled for what they will work on (kernels/common.py)."""
+        """Have the kernels compiled for what they will work on (kernels/precompile.py)."""
         with FakeTensorMode() as mode:
             groups = [
                 (group, [mode.from_tensor(p) for p in group["params"]])
@@ -424,7 +416,7 @@ def random_bits(value: torch.Tensor, first: torch.Tensor, step: torch.Tensor) ->
     first element.
     """
     span = torch.arange(value.numel(), device=value.device, dtype=torch.int32).view(value.shape)
-    return hash32(first + span, step.int() * GOLDEN)
+    return hash32(first + span, step.int() * GOLDEN_INT32)
 
 
 def weight_noise(bits: torch.Tensor) -> torch.Tensor:
@@ -433,7 +425,7 @@ def weight_noise(bits: torch.Tensor) -> torch.Tensor:
     They are the upper half of the product with an odd number, which for any lower half of `bits`
     takes every value equally often.
     """
-    return (bits * GOLDEN >> 16) & 0xFFFF
+    return (bits * GOLDEN_INT32 >> 16) & 0xFFFF
 
 
 def read_moments(mean, square, scale) -> tuple[torch.Tensor, torch.Tensor]:
@@ -572,7 +564,7 @@ def _update_by_kernel(
             BETA2=beta2,
             EPS=eps,
             FINER=FINER,
-            GOLDEN=GOLDEN,
+            GOLDEN=GOLDEN_INT32,
             DECAYS=shrink is not None,
             SKIPS=skip is not None,
             MASTERS=has_masters,
@@ -590,7 +582,7 @@ def _update_by_kernel(
 @jit(do_not_specialize_on_alignment=["sums"])
 def square_sums(tensors, sizes, sums, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Put the sum of the squares of each program's elements into `sums` [programs]."""
-    number, _, element, inside = locate(sizes, COUNT, BLOCK)
+    number, _, element, inside = tensor_of_program(sizes, COUNT, BLOCK)
     value = tl.load(chosen(tensors, number, COUNT) + element, mask=inside, other=0.0).to(tl.float32)
     tl.store(sums + tl.program_id(0), tl.sum(value * value, 0))
 
@@ -640,7 +632,7 @@ def adamw(
     if SKIPS:  # noqa: SIM102  known when it is compiled
         if tl.load(skip) != 0.0:
             return
-    number, block, element, inside = locate(sizes, COUNT, BLOCK)
+    number, block, element, inside = tensor_of_program(sizes, COUNT, BLOCK)
     weight_at = chosen(weights, number, COUNT) + element
     low_at = chosen(lows, number, COUNT) + element
     mean_at = chosen(means, number, COUNT) + element

@@ -545,7 +545,7 @@ def fused_qkv():
     yours="model = speed_up(model)  # from qa_lib",
 )
 def hashed_dropout():
-    from qa_lib.kernels.common import hash32, hash_dropout
+    from qa_lib.kernels.hash_dropout import hash32, hash_dropout
 
     return [hash32, hash_dropout]
 
@@ -618,7 +618,7 @@ loss = model(**PackedCollator()(samples)).loss
     gain=Gain(adds="E-varlen", over="E-regions", than="the same stack with FlashAttention"),
 )
 def own_attention_kernel():
-    from qa_lib.kernels.varlen_attention import attend
+    from qa_lib.kernels.varlen_forward import attend
 
     return [attend]
 

@@ -9,7 +9,7 @@ gradients. The same bytes on the way, and an n-th of the optimizer's work and me
 import torch
 import torch.distributed as dist
 
-from qa_lib.kernels.common import ALIGN
+from qa_lib.kernels.many_tensors import ALIGN
 from qa_lib.train.parallel.data_parallel import NoParallel, flatten, square_norm, total_norm
 from qa_lib.train.parallel.process_group import ProcessGroup
 
