@@ -32,7 +32,8 @@ from qa_lib.train.step_log import StepLog
 from qa_lib.train.trained import Trained
 
 # What a search found to pay (peers/search_trainer.py) and no other setting stands for: the filter
-# waits for the GPU in each step.
+# waits for the GPU in each step. Where the search always has four workers, there are no more here
+# than the host has cores; all else is equal (tests/test_trainer.py).
 TUNED = {
     "dataloader_num_workers": min(4, os.cpu_count()),
     "dataloader_persistent_workers": True,
