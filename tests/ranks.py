@@ -119,9 +119,7 @@ def trained(case: Case, run_dir: Path, ranks: ProcessGroup) -> dict:
             parameter.register_hook(lambda gradient: gradient * (1 + case.rounding * ranks.rank))
     loop.clip = FirstGradients()
     try:
-        optimizer, _, begin, refused = train(
-            model, batches, spec, DEVICE, run_dir, quiet, None, ranks
-        )
+        done = train(model, batches, spec, DEVICE, run_dir, quiet, None, ranks)
     except KeyboardInterrupt:
         return {}
     if ranks.first:  # all processes have the same
@@ -129,10 +127,10 @@ def trained(case: Case, run_dir: Path, ranks: ProcessGroup) -> dict:
         save_file(gradients, run_dir / "gradients.safetensors")
     model = gather_model(model, lambda: build_model(spec), ranks)
     weights = {name: p.detach() for name, p in model.named_parameters()}
-    states = [value for state in optimizer.state.values() for value in state.values()]
+    states = [value for state in done.optimizer.state.values() for value in state.values()]
     return {
-        "begin": begin,
-        "refused": refused,
+        "begin": done.resumed_from,
+        "refused": done.checkpoint_note,
         "weights": digest_of(weights, {}),
         "state": sum(value.numel() for value in states if torch.is_tensor(value)),
         "norms": ranks.stats.norms.tolist(),

@@ -132,7 +132,7 @@ def test_memory_is_told_by_how_much_a_variant_takes_less_or_more(ratios, text, s
 def test_a_loss_can_be_told_where_never_answering_loses_the_least_of_it(room, sign):
     """Theirs is 22 points, and 4 more or fewer agree with it."""
     measured = SimpleNamespace(room=lambda _: room, difference=lambda *_: (-20.0, 1.0))
-    assert claims.loses_about(measured, "B1", -22, 4).sign == sign
+    assert claims.f1_falls_about(measured, "B1", -22, 4).sign == sign
 
 
 @pytest.mark.parametrize(("room", "sign"), [(21.2, HOLDS), (20.8, CANNOT_TELL)])
@@ -142,31 +142,47 @@ def test_a_published_loss_can_be_told_where_never_answering_loses_the_least_of_i
 
 
 def test_a_score_without_an_interval_is_open_and_one_that_was_not_measured_cannot_be_told():
-    assert claims.of_interval((0.0, math.nan), -1, 1) == OPEN
-    assert claims.of_interval((math.nan, math.nan), -1, 1) == CANNOT_TELL
-    assert claims.judged(0.0, math.nan, -1, 1) == HOLDS
+    assert claims.judge_by_interval((0.0, math.nan), -1, 1) == OPEN
+    assert claims.judge_by_interval((math.nan, math.nan), -1, 1) == CANNOT_TELL
+    assert claims.judge_by_value(0.0, -1, 1) == HOLDS
+
+
+def timed(variants, steps):
+    """What is measured of runs at micro-batch 32, each of a variant with so many timed steps."""
+    bench = pd.DataFrame({
+        "micro_batch": 32,
+        "spec.variant": variants,
+        "speed.samples_per_s": [100.0 + number for number in range(len(variants))],
+        "time.step_ms.n": steps,
+    })  # fmt: skip
+    return SimpleNamespace(bench=bench)
 
 
 @pytest.mark.parametrize(
     ("steps", "text", "sign"),
     [
-        ((600, 500, 500, 700), "500 to 700 steps; mean of 3 runs of A1 ± ", HOLDS),
-        ((600, 600, 600, 499), "499 to 600 steps; mean of 3 runs of A1 ± ", FAILS),
-        ((500, 500, 500, 500), "500 steps; mean of 3 runs of A1 ± ", HOLDS),
+        ([600, 500, 700], "500 to 700 steps; mean of 3 runs of A1 ± ", HOLDS),
+        ([600, 600, 499], "499 to 600 steps; mean of 3 runs of A1 ± ", FAILS),
+        ([500, 500, 500], "500 steps; mean of 3 runs of A1 ± ", HOLDS),
+        ([500, 500], "500 steps; 2 runs of A1", FAILS),
+        ([], "not measured on this card", CANNOT_TELL),
     ],
 )
-def test_the_protocol_asks_for_500_steps_of_every_run(steps, text, sign):
-    """The recommended variant has one run, whose mean has no interval."""
-    bench = pd.DataFrame({
-        "micro_batch": 32,
-        "spec.variant": ["A1", "A1", "A1", RECOMMENDED],
-        "speed.samples_per_s": [100.0, 101.0, 102.0, 900.0],
-        "time.step_ms.n": steps,
-    })  # fmt: skip
-    found = claims._protocol(SimpleNamespace(bench=bench))
+def test_the_protocol_asks_for_500_steps_and_3_runs(steps, text, sign):
+    found = claims._protocol(timed(["A1"] * len(steps), steps))
     assert found.text.startswith(text)
-    assert RECOMMENDED not in found.text
     assert found.sign == sign
+
+
+def test_the_protocol_asks_for_3_runs_of_the_recommended_variant_as_well():
+    found = claims._protocol(timed(["A1", "A1", "A1", RECOMMENDED], [500] * 4))
+    assert found.text.endswith(f"; 1 run of {RECOMMENDED}")
+    assert found.sign == FAILS
+
+
+def test_runs_without_the_baseline_do_not_tell_whether_the_protocol_was_kept():
+    found = claims._protocol(timed([RECOMMENDED] * 3, [500] * 3))
+    assert found == Found("not measured on this card", CANNOT_TELL)
 
 
 def profiled(**kernels):
@@ -346,7 +362,7 @@ def test_seeds_that_chose_a_rate_on_these_data_and_this_card_do_not_speak_for_it
 def test_within_one_point_is_at_both_thresholds():
     found = claims.keeps(claims.Measured(committed(), GROUP), "D1", "A3")
     at_best = claims.Measured(committed(), GROUP).difference("D1", "A3", BEST_F1)
-    assert claims.of_interval(at_best, -1, 1) == HOLDS
+    assert claims.judge_by_interval(at_best, -1, 1) == HOLDS
     assert found.sign == OPEN
 
 

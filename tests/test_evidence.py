@@ -41,6 +41,17 @@ def test_a_folder_without_records_is_a_table_without_rows(tmp_path):
     assert load_runs(tmp_path).empty
 
 
+def test_a_table_without_rows_has_columns_of_a_table_with_runs(tmp_path):
+    empty = load_runs(tmp_path)
+    make(tmp_path, "A1")
+    assert set(empty) == set(evidence.COLUMNS) <= set(load_runs(tmp_path))
+
+
+@pytest.mark.parametrize("choose", [evidence.runs_at_preset, evidence.nearest_runs_at_preset])
+def test_without_records_there_are_no_runs_at_a_preset(choose, tmp_path):
+    assert choose(load_runs(tmp_path), GROUP, "bench").empty
+
+
 def test_a_record_that_cannot_be_trusted_is_left_out_by_name(tmp_path, capsys):
     make(tmp_path, "A1")
     edited(make(tmp_path, "A2") / "record.json", group="other")
@@ -337,6 +348,16 @@ def test_what_ran_on_other_data_is_said_with_its_last_day():
 def test_runs_that_lack_a_value_of_an_axis_are_alike_in_it():
     runs = pd.DataFrame({"length": [64, math.nan, math.nan], "micro_batch": [8, 8, 16]})
     assert evidence.usual_conditions(runs).index.tolist() == [1, 2]
+
+
+@pytest.mark.parametrize("choose", [evidence.most_alike, evidence.usual_conditions])
+def test_of_as_many_runs_the_first_by_the_axes_are_taken_for_runs_and_lines_alike(choose, tmp_path):
+    """The newest would be those of length 64."""
+    for length in (32, 64):
+        make(tmp_path, "A1", length=length)
+    runs = select(load_runs(tmp_path), GROUP)
+    assert set(choose(runs)["length"]) == {32}
+    assert set(choose(summary.summary(runs))["length"]) == {32}
 
 
 def test_the_largest_micro_batch_is_of_the_usual_conditions():

@@ -38,7 +38,7 @@ def decoder(dropout=0.0, seed=0):
         vocab_size=96,
         n_layer=2,
         n_embd=32,
-        n_head=4,
+        n_head=2,
         n_positions=24,
         bos_token_id=0,
         eos_token_id=0,
@@ -321,6 +321,14 @@ def test_the_plain_bert_is_transformers_own_one_sample_at_a_time():
         one_by_one.append(native(ids[:, begin:end], token_type_ids=types[:, begin:end], **own).loss)
     torch.testing.assert_close(found, torch.stack(one_by_one).mean(), rtol=1e-5, atol=1e-6)
     round_trip(peer, native, reader(1))
+
+
+def test_a_width_of_heads_that_our_kernel_does_not_take_is_told():
+    model = decoder()
+    model.config.n_head = 1
+    model.config.n_embd = 48
+    said = "attention 'triton-causal' takes heads as wide as a power of 2, 16 or more, and not 48"
+    refused(said, blocks.use_causal_attention, model)
 
 
 def test_a_model_without_a_rival_is_told(tmp_path):

@@ -318,6 +318,42 @@ def test_a_state_with_masters_and_one_without_are_not_each_others(masters):
     refused(said + (" without masters" if masters else ""), optimizer.load_state_dict, state)
 
 
+@pytest.mark.parametrize("masters", [True, False])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_state_of_another_optimizer_is_refused_and_changes_nothing(masters, steps):
+    parameters = drawn_parameters()
+    theirs = torch.optim.AdamW(parameters)
+    for step in range(steps):
+        give_gradients(parameters, step)
+        theirs.step()
+    optimizer = MasterAdamW(parameters, masters=masters)
+    before = copy.deepcopy(optimizer.state_dict())
+    said = "is not one of MasterAdamW over weights in bfloat16"
+    refused(said, optimizer.load_state_dict, theirs.state_dict())
+    optimizer.load_state_dict(before)
+    give_gradients(parameters, 1)
+    optimizer.step()
+    assert optimizer.state[parameters[0]]["step"] == 1
+
+
+def test_a_state_without_that_of_a_parameter_is_refused():
+    optimizer = MasterAdamW(drawn_parameters())
+    state = optimizer.state_dict()
+    del state["state"][0]
+    refused("is not one of MasterAdamW", optimizer.load_state_dict, state)
+
+
+def test_a_skipped_step_is_not_counted_whatever_number_says_so():
+    parameters = drawn_parameters()
+    optimizer = MasterAdamW(parameters)
+    before = [p.detach().clone() for p in parameters]
+    give_gradients(parameters, 0)
+    optimizer.found_inf = torch.tensor(-1.0, device=DEVICE)
+    optimizer.step()
+    assert all(map(torch.equal, parameters, before))
+    assert optimizer.state[parameters[0]]["step"] == 0
+
+
 def test_weights_in_fp16_have_masters():
     said = "in float16 and masters=False: weights in bfloat16 alone are rounded at random"
     with pytest.raises(UserError, match=said):

@@ -54,7 +54,7 @@ def losses(peer: str, *changes: dict, parts: int = 1, steps: int = 4) -> list[fl
     """Return the losses of the first steps of PLAIN with these changes, without dropout."""
     setting = merged(PLAIN, *changes)
     shape = SHAPES[peer]
-    data = search.Data(peer, shape, 4, parts, setting, LENGTHS)
+    data = search.data_for(peer, shape, 4, parts, setting, LENGTHS)
     batches = data.steps(steps)
     step = search.build(peer, shape, setting, data, batches[0], dropout=0.0, rate=1e-3)
     return [step(batch).item() for batch in batches]
@@ -151,7 +151,7 @@ def test_stochastic_rounding_is_right_in_the_mean(hashed):
 
 def test_micro_batches_give_the_step_of_all_samples():
     setting = merged(PLAIN)
-    data = search.Data("gpt2", LM, 4, 1, setting, None)
+    data = search.data_for("gpt2", LM, 4, 1, setting, None)
     halves = []
     for (batch,) in data.steps(2):
         first = {name: tensor[:2] for name, tensor in batch.items()}
@@ -309,7 +309,7 @@ def test_a_search_adds_what_pays_and_leaves_what_does_not():
         speed = 100.0
         for option in names:
             speed *= gains[option]
-        return speed / 2 if "a" in names and "b" in names else speed
+        return {"samples_s": speed / 2 if "a" in names and "b" in names else speed}
 
     groups = {
         "first": {"a": {"compile": "a"}},
@@ -535,7 +535,7 @@ KERNELS = {
 
 
 def run_once(model, peer: str) -> None:
-    data = search.Data(peer, SHAPES[peer], 2, 1, merged(PLAIN), LENGTHS)
+    data = search.data_for(peer, SHAPES[peer], 2, 1, merged(PLAIN), LENGTHS)
     model(**data.steps(1)[0][0])
 
 
@@ -647,7 +647,7 @@ def test_dealt_sequences_differ_by_a_token_or_two(lengths):
 
 def test_the_answer_of_a_random_sample_is_said_by_its_tokens():
     """The loss could not fall otherwise."""
-    data = search.Data("bert", BERT, 4, 1, merged(PLAIN), LENGTHS)
+    data = search.data_for("bert", BERT, 4, 1, merged(PLAIN), LENGTHS)
     ((batch,), *_) = data.steps(3)
     begins = batch["cu_seqlens"]
     ids, types = batch["input_ids"][0], batch["token_type_ids"][0]
@@ -665,7 +665,7 @@ def test_the_answer_of_a_random_sample_is_said_by_its_tokens():
 
 def test_a_sequence_of_fewer_samples_has_no_answers_for_the_others():
     setting = merged(PLAIN, {"packing": "fill", "budget": 256})
-    data = search.Data("bert", BERT, 4, 1, setting, LENGTHS)
+    data = search.data_for("bert", BERT, 4, 1, setting, LENGTHS)
     for (batch,) in data.steps(20):
         samples = int((batch["cu_seqlens"].diff()[: data.most] > 0).sum())
         answers = batch["start_positions"]
@@ -675,7 +675,7 @@ def test_a_sequence_of_fewer_samples_has_no_answers_for_the_others():
 
 
 def test_samples_and_tokens_of_packed_steps_are_counted():
-    data = search.Data("bert", BERT, 4, 2, merged(PLAIN), LENGTHS)
+    data = search.data_for("bert", BERT, 4, 2, merged(PLAIN), LENGTHS)
     steps = data.steps(3)
     assert [len(parts) for parts in steps] == [2, 2, 2]
     assert data.samples == 3 * 2 * 4
@@ -688,7 +688,7 @@ def test_samples_and_tokens_of_packed_steps_are_counted():
 
 def test_the_longest_sample_at_each_place_of_a_sequence_is_known():
     setting = merged(PLAIN, {"packing": "fill", "budget": 256})
-    data = search.Data("mpnet", MPNET, 4, 1, setting, LENGTHS)
+    data = search.data_for("mpnet", MPNET, 4, 1, setting, LENGTHS)
     assert len(data.limits) == data.most
     for (batch,) in data.steps(1000):
         lengths = batch["cu_seqlens"].diff()[: data.most]
@@ -696,12 +696,12 @@ def test_the_longest_sample_at_each_place_of_a_sequence_is_known():
 
 
 def test_mpnet_gets_no_token_types():
-    ((batch,),) = search.Data("mpnet", MPNET, 4, 1, merged(PLAIN), LENGTHS).steps(1)
+    ((batch,),) = search.data_for("mpnet", MPNET, 4, 1, merged(PLAIN), LENGTHS).steps(1)
     assert "token_type_ids" not in batch
 
 
 def test_samples_and_tokens_of_windows_are_counted():
-    data = search.Data("gpt2", LM, 4, 2, merged(PLAIN), None)
+    data = search.data_for("gpt2", LM, 4, 2, merged(PLAIN), None)
     ((batch, _), *_) = data.steps(3)
     assert batch["input_ids"].shape == (4, 16)
     assert batch["input_ids"].max() < 97
@@ -855,10 +855,12 @@ class Measured:
         return self.answer
 
 
-def runner(out, monkeypatch, *words) -> search.Runner:
+def runner(out, monkeypatch, *words, peer="gpt2", lengths=None, shape=LM) -> search.Runner:
     """A Runner of the command line with these words."""
     monkeypatch.setattr(search, "Measurements", Measured)
-    return search.Runner(search.parse(["gpt2", "--out", str(out), *words]), None, LM)
+    if lengths is not None:
+        words = ["--lengths", "lengths", *words]
+    return search.Runner(search.parse([peer, "--out", str(out), *words]), lengths, shape)
 
 
 BF16 = {"precision": "bf16"}
@@ -866,17 +868,21 @@ BF16 = {"precision": "bf16"}
 
 def test_a_setting_is_measured_once_for_each_way_to_measure_it(tmp_path, monkeypatch):
     run = runner(tmp_path / "out", monkeypatch)
-    assert run("a", BF16) == run("b", {}, BF16) == 50.0
+    assert run("a", BF16)["samples_s"] == run("b", {}, BF16)["samples_s"] == 50.0
     assert len(run.measurements.asked) == 1
     run("a", BF16, profile=True)
     run("a", {"precision": "fp32"})
     assert len(run.measurements.asked) == 3
 
 
-def test_a_setting_that_fails_has_no_speed(tmp_path, monkeypatch):
+def test_a_setting_that_fails_has_its_error_and_no_speed(tmp_path, monkeypatch):
     run = runner(tmp_path / "out", monkeypatch)
     run.measurements.answer = {"error": "no memory"}
-    assert run("a", BF16) == 0.0
+    figures = run("a", BF16)
+    assert figures["error"] == "no memory"
+    assert search.samples_s(figures) == 0.0
+    run("a", BF16)
+    assert len(run.measurements.asked) == 1, "it fails once in a search"
 
 
 def test_a_setting_is_measured_as_the_command_line_says(tmp_path, monkeypatch):
@@ -884,36 +890,66 @@ def test_a_setting_is_measured_as_the_command_line_says(tmp_path, monkeypatch):
     run = runner(tmp_path / "out", monkeypatch, *words)
     run("a", BF16, block=17)
     ((line, task),) = run.measurements.asked
-    assert line == {
-        "peer": "gpt2",
-        "size": 7,
-        "parts": 3,
-        "name": "a",
-        "setting": BF16,
-        "task": {"block": 17},
-    }
+    assert line == run.settings | {"name": "a", "setting": BF16, "task": {"block": 17}}
+    told = {"size": 7, "parts": 3, "steps": 11, "block": 13, "blocks": 5, "rate": 0.5}
+    assert {name: line[name] for name in told} == told
     expected = {"size": 7, "parts": 3, "steps": 11, "block": 17, "blocks": 5, "rate": 0.5}
     assert {name: task[name] for name in expected} == expected
     assert task["setting"] == merged(BF16)
 
 
-def test_what_a_search_before_has_measured_is_known_and_what_failed_is_not(tmp_path, monkeypatch):
+def measured_before(out, monkeypatch, **changes) -> search.Runner:
+    """A Runner whose file has a line of BF16 for BERT, with these changes."""
+    words = {"peer": "bert", "lengths": LENGTHS, "shape": BERT}
+    settings = runner(out, monkeypatch, **words).settings
+    line = settings | {"name": "x", "setting": BF16, "task": {}, "samples_s": 9.0} | changes
+    out.write_text(json.dumps(line) + "\n")
+    return runner(out, monkeypatch, **words)
+
+
+def test_what_a_search_before_has_measured_is_known(tmp_path, monkeypatch):
+    assert measured_before(tmp_path / "out", monkeypatch)("a", BF16)["samples_s"] == 9.0
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"size": 8},
+        {"parts": 2},
+        {"steps": 7},
+        {"block": 3},
+        {"blocks": 1},
+        {"rate": 1.0},
+        {"shape": BERT | {"num_hidden_layers": 1}},
+        {"lengths": "of another file"},
+        {"card": "another card"},
+        {"torch": "2.0"},
+        {"code": "of another day"},
+        {"task": {"profile": True}},
+        {"setting": {"compile": "none"}},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_what_was_measured_otherwise_is_measured_again(changes, tmp_path, monkeypatch):
+    run = measured_before(tmp_path / "out", monkeypatch, **changes)
+    assert run("a", BF16)["samples_s"] == 50.0
+
+
+def test_what_failed_in_a_search_before_is_measured_again(tmp_path, monkeypatch):
     out = tmp_path / "out"
-    line = {"peer": "gpt2", "size": 32, "parts": 1, "setting": BF16, "task": {}, "samples_s": 9.0}
-    failed = line | {"setting": {"compile": "none"}, "error": "time is up"}
-    del failed["samples_s"]
-    other_size = line | {"setting": {"compile": "whole"}, "size": 8}
-    out.write_text("".join(json.dumps(each) + "\n" for each in (line, failed, other_size)))
-    run = runner(out, monkeypatch)
-    assert run("a", BF16) == 9.0
-    assert run("b", {"compile": "none"}) == run("c", {"compile": "whole"}) == 50.0
+    run = measured_before(out, monkeypatch)
+    line = json.loads(out.read_text())
+    del line["samples_s"]
+    out.write_text(json.dumps(line | {"error": "time is up"}) + "\n")
+    run = runner(out, monkeypatch, peer="bert", lengths=LENGTHS, shape=BERT)
+    assert run("a", BF16)["samples_s"] == 50.0
 
 
 def searched(speeds: dict[str, float], least_gain: float) -> list[str]:
     """Return the options that a search takes, each of a group of its own, by names of sets."""
 
     def run(name, *changes, **task):
-        return speeds[" + ".join(change["compile"] for change in changes)]
+        return {"samples_s": speeds[" + ".join(change["compile"] for change in changes)]}
 
     options = {f"group {name}": {name: {"compile": name}} for name in ("a", "b")}
     found = search.search(run, options, alone={}, start=[], least_gain=least_gain)
@@ -937,12 +973,33 @@ def test_what_is_measured_alone_is_never_added():
 
     def run(name, *changes, **task):
         calls.append((name, task))
-        return 100.0 + 10 * len(changes)
+        return {"samples_s": 100.0 + 10 * len(changes)}
 
     found = search.search(run, {}, {"z": {"compile": "none"}}, start=[BF16], least_gain=0.0)
     assert found == [BF16]
-    assert [name for name, _ in calls] == ["base", "z", ", profiled"]
+    assert [name for name, _ in calls] == ["base", "z", "base, profiled"]
     assert calls[-1][1] == {"profile": True}
+
+
+def test_a_search_whose_base_fails_ends_with_its_error():
+    def run(name, *changes, **task):
+        return {"error": "no memory"}
+
+    with pytest.raises(search.BaseFailed, match=r"the base cannot be measured.*: no memory"):
+        search.search(run, {"first": {"a": BF16}}, alone={}, start=[], least_gain=0.0)
+
+
+def test_a_command_whose_base_fails_ends_with_a_line(monkeypatch):
+    monkeypatch.setattr(search, "Runner", lambda *_: lambda *_, **__: {"error": "no memory"})
+    with pytest.raises(SystemExit, match="no memory"):
+        search.main(["gpt2"])
+
+
+@pytest.mark.parametrize("peer", ["bert", "mpnet"])
+def test_a_command_without_lengths_says_what_to_type(peer, capsys):
+    with pytest.raises(SystemExit):
+        search.parse([peer])
+    assert "add --lengths FILE" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("words", [[], ["--tiny"]])
@@ -1040,7 +1097,7 @@ def test_a_step_is_in_bf16_if_it_says_so_and_counts_itself(autocast):
 
 def test_a_step_keeps_inputs_of_its_own():
     model = gpt2.GPT2(like(LM), 0.0)
-    data = search.Data("gpt2", LM, 2, 1, merged(PLAIN), None)
+    data = search.data_for("gpt2", LM, 2, 1, merged(PLAIN), None)
     (batch,) = data.steps(1)
     before = batch[0]["input_ids"].clone()
     step = Step(model, adamw.PublicAdamW(model, 1e-3), batch, autocast=False, graph=False)

@@ -273,6 +273,32 @@ def test_a_block_counts_once_all_of_it_is_recorded(plan, tmp_path):
     assert ("speed", 0, ("A1", "A2")) not in missing_of(plan, tmp_path)
 
 
+def leave_run_on_other_data(runs, variant, seed, after):
+    """Leave a run of PLAN whose data have the same name and other contents."""
+    spec = spec_of(variant, seed)
+    leave_spec(runs, dataclasses.replace(spec, data=spec.data | {"sha256": "cd" * 32}), after)
+
+
+@pytest.mark.parametrize("after", [-20, 20])
+def test_two_runs_of_a_variant_do_not_stand_for_that_of_another(after, plan, tmp_path):
+    leave_run(tmp_path, "A1", 0)
+    leave_run_on_other_data(tmp_path, "A1", 0, after)
+    assert ("speed", 0, ("A1", "A2")) in missing_of(plan, tmp_path)
+
+
+@pytest.mark.parametrize("after", [-1000, 1000])
+def test_a_block_has_one_run_of_each_variant_though_one_ran_at_another_time_too(
+    after, plan, tmp_path
+):
+    leave_run_on_other_data(tmp_path, "A1", 0, after)
+    leave_run(tmp_path, "A1", 0)
+    leave_run(tmp_path, "A2", 0, after=20)
+    block = units_of(plan.groups)[0]
+    found = Recorded(plan, "cpu", tmp_path).results(block)
+    assert [run.record["spec"]["variant"] for run in found] == ["A1", "A2"]
+    assert found[0].record["time"]["started"] == BEGAN.isoformat()
+
+
 @pytest.mark.parametrize("after", [-20, 11 + MOST_BETWEEN_S])
 def test_runs_of_two_sittings_are_no_block(after, plan, tmp_path):
     """The second variant was recorded before the first one was, or long after it."""

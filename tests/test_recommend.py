@@ -28,12 +28,14 @@ from qa_lib.lab.search.recommend import choose, open_sizes
 from qa_lib.measure import hardware
 from qa_lib.records import record
 from qa_lib.run import recording
+from qa_lib.run.plan import make_request
+from qa_lib.run.plan import plan as plan_request
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.recipes import find_recipe
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.settings import Settings
 from qa_lib.spec.tasks import TASKS
-from qa_lib.spec.variants import VARIANTS
+from qa_lib.spec.variants import VARIANTS, Variant
 from qa_lib.train.step_log import StepFailed
 from tests import faulty, small  # noqa: F401, which has the preset
 from tests.conftest import slow
@@ -307,6 +309,20 @@ def test_of_several_sizes_that_were_asked_for_each_gets_a_choice(plan_on_a_t4):
 
 def test_a_size_that_does_not_divide_the_batch_is_refused(plan_on_a_t4):
     refused("does not divide", plan_on_a_t4, ["recommended"], "smoke", micro_batch=5)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(32, 16), (12, 12), (10, 10), (34, 2), (7, 7)])
+def test_an_open_size_begins_at_the_variants_own_or_the_largest_below_that_divides(
+    batch, size, monkeypatch
+):
+    large = Variant("A1-large", parent="A1", why="More samples in a forward pass.", micro_batch=16)
+    monkeypatch.setitem(VARIANTS, "A1-large", large)
+    request = make_request(
+        ["A1-large"], "quality", [0], "synthetic:80", "tiny", T4, {"batch": batch}, {}
+    )
+    (spec,) = plan_request(request).specs
+    assert spec.settings.micro_batch == size
+    assert spec.chosen == ["micro_batch"]
 
 
 def test_a_language_model_gets_a_variant_of_its_task(plan_on_a_t4):

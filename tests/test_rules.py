@@ -299,7 +299,7 @@ def test_two_values_clash_where_the_table_says_so_and_nowhere_else():
 
 OF_A_TASK = [
     ({"cuda_graph": True, "optimizer": "adamw-fused"}, "a graph has no host"),
-    ({"engine": "plain", "attention": "sdpa"}, "the plain BERT takes packed sequences"),
+    ({"engine": "plain", "attention": "sdpa"}, "the rivals take packed sequences"),
     (
         {"loss": "chunked", "optimizer": "adamw-master"},
         "loss 'chunked' is that of a language model",
@@ -379,7 +379,16 @@ def test_architectures_that_rules_name_are_in_the_table():
     for node in ast.walk(RULES):
         if isinstance(node, ast.Compare) and ast.unparse(node.left) == "architecture":
             compared |= constants_of(node.comparators[0])
-    assert compared == ARCHITECTURES.keys() - {"bert"}
+    assert compared - {""} <= ARCHITECTURES.keys()
+
+
+@pytest.mark.parametrize(
+    ("architecture", "has_rival"),
+    [("bert", True), ("mpnet", True), ("gpt2", True), ("", True), ("deberta-v2", False)],
+)
+def test_an_architecture_has_a_rival_where_there_is_one_of_its_name(architecture, has_rival):
+    settings = unchecked(engine="plain")
+    assert (rules.lacking(settings, architecture) is None) == has_rival
 
 
 # Machines.
@@ -529,6 +538,11 @@ def test_what_takes_a_gpu_alone_stays_as_it_was_asked_for_without_one():
 @pytest.mark.parametrize(("width", "fits"), [(8, False), (16, True), (24, False), (64, True)])
 def test_heads_of_the_packed_kernel_are_as_wide_as_a_power_of_2(width, fits):
     assert (rules.unfit_heads(width) is None) == fits
+
+
+@pytest.mark.parametrize("attention", ["triton-varlen", "triton-causal"])
+def test_a_width_of_heads_is_refused_by_the_name_of_the_setting(attention):
+    assert rules.unfit_heads(48, attention).startswith(f"attention {attention!r} takes heads")
 
 
 def test_a_cpu_takes_the_whole_loss_of_a_language_model():

@@ -8,8 +8,8 @@ import pytest
 import qa_lib
 from qa_lib.lab.report.notebook import technique
 from qa_lib.lab.report.techniques import TECHNIQUES, find_technique, source_of
-from qa_lib.spec.variants import VARIANTS
-from tests.material import ROOT
+from qa_lib.spec.variants import VARIANTS, Variant
+from tests.material import ROOT, refused
 
 
 def name_of(known):
@@ -17,14 +17,60 @@ def name_of(known):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_variant_has_a_technique(variant):
-    find_technique(variant)
+def test_exactly_one_technique_explains_a_variant(variant):
+    assert len(VARIANTS[variant].change) <= 1
+    assert [known for known in TECHNIQUES if known.explains(VARIANTS[variant])] == [
+        find_technique(variant)
+    ]
+
+
+def test_each_value_of_a_technique_is_that_of_some_variant():
+    """So that a misspelt setting or value, which would explain nothing, is found."""
+    changed = {
+        (setting, value)
+        for variant in VARIANTS.values()
+        for setting, value in variant.change.items()
+    }
+    listed = {(known.setting, value) for known in TECHNIQUES for value in known.values}
+    assert listed == changed
 
 
 def test_each_technique_is_that_of_some_variant():
-    """So that a misspelt setting or value, which would explain nothing, is found."""
     explained = {name_of(find_technique(variant)) for variant in VARIANTS}
     assert [name_of(known) for known in TECHNIQUES if name_of(known) not in explained] == []
+
+
+@pytest.mark.parametrize(
+    ("variant", "linked"),
+    [
+        ("E-plain-bf16", ["plain.train", "plain.PlainStep"]),
+        ("L-plain-bf16", ["plain.train", "plain.PlainStep"]),
+        ("E-searched", ["step.Step._capture", "plain.SearchedStep"]),
+        ("L-searched", ["step.Step._capture", "plain.SearchedStep"]),
+        ("A0-compile", ["trainer.train"]),
+        ("L0-bf16", ["trainer.train"]),
+        ("A0-grouped", ["trainer.train"]),
+        ("P0", ["trainer.train"]),
+        ("L-searched-nodropout", ["plain.train"]),
+        ("E-graph", ["cuda_graph.CapturedStep.__call__", "cuda_graph.CapturedStep._capture"]),
+    ],
+)
+def test_a_change_is_explained_by_the_code_of_its_engine(variant, linked):
+    names = []
+    for shown in find_technique(variant).code():
+        module = shown.__module__.rpartition(".")[2]
+        names.append(f"{module}.{shown.__qualname__}")
+    assert names == linked
+
+
+def test_a_value_that_no_technique_explains_is_told(monkeypatch):
+    new = Variant("A1-new", parent="A1", why="A new one.", padding="max_length")
+    monkeypatch.setitem(VARIANTS, "A1-new", new)
+    refused(
+        "variant A1-new: 0 techniques explain padding 'max_length' under engine 'loop'",
+        find_technique,
+        "A1-new",
+    )
 
 
 @pytest.mark.parametrize("known", TECHNIQUES, ids=name_of)

@@ -898,7 +898,7 @@ def test_the_time_for_inputs_is_of_the_host_and_of_the_measured_steps(
     monkeypatch.setattr("qa_lib.train.loop.time.perf_counter", lambda: now)
     batches.step = step
     batches.collate = collate
-    _, meter, *_ = train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet)
+    meter = train(build_model(spec), batches, spec, DEVICE, tmp_path, quiet).meter
     cold = 2.0 + 300.0 * micro_batches
     warm = 2.0 + 3.0 * micro_batches
     assert meter.data_s == [cold, cold, warm, warm]

@@ -156,6 +156,11 @@ def test_the_tuned_trainer_has_what_a_search_found_to_pay():
     assert found | {"dataloader_num_workers": workers} == trainer.TUNED
 
 
+def test_the_tuned_trainer_has_the_optimizer_of_the_search(samples, tmp_path, monkeypatch):
+    arguments = arguments_of("A0-tuned", samples, tmp_path, monkeypatch)
+    assert arguments["optim"] == search_trainer.TUNED["optim"]
+
+
 def test_other_trainers_have_the_defaults_of_transformers(samples, tmp_path, monkeypatch):
     arguments = arguments_of("A0-compile", samples, tmp_path, monkeypatch)
     assert not arguments.keys() & trainer.TUNED.keys()

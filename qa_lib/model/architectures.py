@@ -169,6 +169,11 @@ def find_encoder(model_type: str, source: str, task: str = "qa") -> Architecture
     )
 
 
+def check_architecture(model_type: str, source: str, task: str) -> None:
+    """Raise the UserError of `find_encoder` for a `model_type` that is not known for a task."""
+    find_encoder(model_type, source, task)
+
+
 def encoder_of(model) -> Architecture:
     """Return the entry of a model that was built."""
     return _entry(model.config)

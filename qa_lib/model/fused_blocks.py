@@ -47,6 +47,7 @@ from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placehold
 from qa_lib.kernels.hash_dropout import hash_dropout
 from qa_lib.kernels.varlen_attention import varlen_attention, varlen_attention_and_copy
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
+from qa_lib.spec.rules import unfit_heads
 
 # Dropout by a hash.
 
@@ -567,6 +568,13 @@ def use_fused_decoder(model: nn.Module) -> None:
 
 
 def use_causal_attention(model: nn.Module) -> None:
-    """Have the fused training pass call our own attention kernel, in place."""
+    """Have the fused training pass call our own attention kernel, in place.
+
+    Raises UserError for heads of a width that the kernel does not take.
+    """
+    width = model.config.hidden_size // model.config.num_attention_heads
+    why = unfit_heads(width, "triton-causal")
+    if why:
+        raise UserError(why)
     for block in model.transformer.h:
         block.attn.attn_dropout = hash_dropout_for(block.attn, block.attn.attn_dropout.p)

@@ -11,6 +11,7 @@ broken. This file imports nothing of the library but its neighbours.
 """
 
 import argparse
+import hashlib
 import itertools
 import json
 import statistics
@@ -75,67 +76,91 @@ FIRST_RANDOM_TOKEN = 10
 
 
 class Data:
-    """Makes training steps of random text, each a list of `parts` micro-batches in pinned memory.
+    """Counts what training steps of random text hold; its subclasses make them.
 
-    For "bert" and "mpnet" a micro-batch is a packed sequence of about `size` samples with these
-    `lengths`, for "gpt2" `size` windows. `shape` is the model's config.
+    A step is a list of `parts` micro-batches in pinned memory. `shape` is the model's config.
     """
 
-    def __init__(
-        self,
-        peer: str,
-        shape: dict,
-        size: int,
-        parts: int,
-        setting: dict,
-        lengths: np.ndarray | None,
-    ):
+    def __init__(self, shape: dict, parts: int):
         self.draw = np.random.default_rng(0)
-        self.peer = peer
         self.shape = shape
-        self.size = size
         self.parts = parts
         # Totals of all steps that were made.
         self.samples = 0
         self.tokens = 0  # without padding
         self.padded = 0  # with padding
-        if peer != "gpt2":
-            lengths = self.draw.permutation(lengths)
-            budget = setting["budget"]
-            if setting["packing"] == "fill":
-                groups = packing.fill(lengths, budget)
-            else:
-                groups = packing.deal(lengths, size)
-                fullest = max(int(lengths[group].sum()) for group in groups)
-                budget = budget or packing.tile(fullest)
-            order = self.draw.permutation(len(groups))
-            self.groups = [lengths[groups[i]] for i in order]  # lengths of each sequence's samples
-            self.budget = budget  # tokens of a sequence
-            self.longest = int(packing.tile(lengths.max(), 64))
-            self.most = max(len(group) for group in self.groups)  # samples of a sequence
-            # Tokens of the longest sample at each place of a sequence.
-            places = itertools.zip_longest(*self.groups, fillvalue=0)
-            self.limits = [int(max(of_place)) for of_place in places]
 
     def steps(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
         """Return the first `count` steps, or as many as there are samples for."""
-        if self.peer == "gpt2":
-            return [[self._windows() for _ in range(self.parts)] for _ in range(count)]
-        count = min(count, len(self.groups) // self.parts)
-        groups = iter(self.groups)
-        return [[self._packed(next(groups)) for _ in range(self.parts)] for _ in range(count)]
+        raise NotImplementedError
 
-    def _windows(self) -> dict[str, torch.Tensor]:
-        """Return a micro-batch of windows whose words are as unequally frequent as in a text."""
+    def _count(self, samples: int, tokens: int, padded: int) -> None:
+        """Add a micro-batch to the totals."""
+        self.samples += samples
+        self.tokens += tokens
+        self.padded += padded
+
+
+class Windows(Data):
+    """Makes steps for "gpt2": a micro-batch is `size` windows of text."""
+
+    def __init__(self, shape: dict, parts: int, size: int):
+        super().__init__(shape, parts)
+        self.size = size
+
+    def steps(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
+        return [[self._micro_batch() for _ in range(self.parts)] for _ in range(count)]
+
+    def _micro_batch(self) -> dict[str, torch.Tensor]:
+        """Return windows whose words are as unequally frequent as in a text."""
         tokens = self.shape["n_positions"]
         ids = self.draw.zipf(1.3, (self.size, tokens)) % self.shape["vocab_size"]
-        self.samples += self.size
-        self.tokens += ids.size
-        self.padded += ids.size
+        self._count(self.size, ids.size, ids.size)
         return _pinned({"input_ids": ids, "labels": ids})
 
-    def _packed(self, lengths: np.ndarray) -> dict[str, torch.Tensor]:
-        """Return a micro-batch of one sequence, packed with samples of these lengths."""
+
+class PackedSamples(Data):
+    """Makes steps for "bert" and "mpnet": a micro-batch is a packed sequence of about `size`
+    samples with these `lengths`.
+
+    `setting` says how they are packed. With `has_types` a micro-batch has token types as well.
+    """
+
+    def __init__(
+        self,
+        shape: dict,
+        parts: int,
+        size: int,
+        lengths: np.ndarray,
+        setting: dict,
+        has_types: bool,
+    ):
+        super().__init__(shape, parts)
+        self.has_types = has_types
+        lengths = self.draw.permutation(lengths)
+        budget = setting["budget"]
+        if setting["packing"] == "fill":
+            groups = packing.fill(lengths, budget)
+        else:
+            groups = packing.deal(lengths, size)
+            fullest = max(int(lengths[group].sum()) for group in groups)
+            budget = budget or packing.tile(fullest)
+        order = self.draw.permutation(len(groups))
+        self.groups = [lengths[groups[i]] for i in order]  # lengths of each sequence's samples
+        self.budget = budget  # tokens of a sequence
+        self.longest = int(packing.tile(lengths.max(), 64))
+        self.most = max(len(group) for group in self.groups)  # samples of a sequence
+        # Tokens of the longest sample at each place of a sequence.
+        places = itertools.zip_longest(*self.groups, fillvalue=0)
+        self.limits = [int(max(of_place)) for of_place in places]
+
+    def steps(self, count: int) -> list[list[dict[str, torch.Tensor]]]:
+        count = min(count, len(self.groups) // self.parts)
+        groups = iter(self.groups)
+        return [[self._micro_batch(next(groups)) for _ in range(self.parts)] for _ in range(count)]
+
+    def _micro_batch(self, lengths: np.ndarray) -> dict[str, torch.Tensor]:
+        """Return one sequence, packed with samples of these lengths."""
         arrays = packing.sequence(lengths, self.budget, self.most)
         begins = arrays["cu_seqlens"][: len(lengths)]
         answers = np.sort(self.draw.integers(0, lengths[:, None], (len(lengths), 2)), axis=1)
@@ -144,18 +169,25 @@ class Data:
         ids[begins + answers[:, 1]] = END_TOKEN
         positions = np.full((2, self.most), -100)  # those of answers; -100: no sample
         positions[:, : len(lengths)] = answers.T
-        self.samples += len(lengths)
-        self.tokens += int(lengths.sum())
-        self.padded += self.budget
+        self._count(len(lengths), int(lengths.sum()), self.budget)
         arrays |= {
             "input_ids": ids[None],
             "start_positions": positions[0],
             "end_positions": positions[1],
         }
-        if self.peer == "bert":
+        if self.has_types:
             is_context = arrays["position_ids"] >= FIRST_CONTEXT_TOKEN
             arrays["token_type_ids"] = is_context.astype(np.int64)
         return _pinned(arrays)
+
+
+def data_for(
+    peer: str, shape: dict, size: int, parts: int, setting: dict, lengths: np.ndarray | None
+) -> Data:
+    """Return what makes the steps of a peer; "gpt2" has no `lengths`."""
+    if peer == "gpt2":
+        return Windows(shape, parts, size)
+    return PackedSamples(shape, parts, size, lengths, setting, has_types=peer == "bert")
 
 
 def _pinned(arrays: dict[str, np.ndarray]) -> dict[str, torch.Tensor]:
@@ -176,7 +208,10 @@ def build(
 ) -> Step:
     """Return a Step of this setting over a model with random weights, the same for all settings.
 
-    `shape` is the model's config; `example` has the micro-batches of a step.
+    `shape` is the model's config; `example` has the micro-batches of a step. `data` made them.
+
+    A setting's `blas` and `sdpa` are switches of the whole process, and `sdpa` turns the compiler's
+    caches off as well: a process builds one setting alone.
 
     Raises ValueError: the setting names an optimizer or a way to compile that does not exist.
     """
@@ -262,7 +297,7 @@ def measure(task: dict) -> dict:
     peer = task["peer"]
     shape = task["shape"]
     setting = task["setting"]
-    data = Data(peer, shape, task["size"], task["parts"], setting, task["lengths"])
+    data = data_for(peer, shape, task["size"], task["parts"], setting, task["lengths"])
     batches = data.steps(BATCHES)
     step = build(peer, shape, setting, data, batches[0], dropout=DROPOUT, rate=task["rate"])
     losses = []
@@ -285,8 +320,6 @@ def measure(task: dict) -> dict:
         "first_loss": round(losses[0].item(), 4),
         "peak_mib": torch.cuda.max_memory_allocated() // 2**20 if cuda else None,
         "ready_s": round(ready, 1),
-        "torch": torch.__version__,
-        "card": torch.cuda.get_device_name() if cuda else "cpu",
     }
     if task["profile"]:
         figures["kernels"] = kernels(step, batches)
@@ -324,67 +357,79 @@ def kernels(step: Step, batches: list, count: int = 3) -> list[list]:
     ]
 
 
+def settings_of(
+    arguments: argparse.Namespace, lengths: np.ndarray | None, shape: dict
+) -> dict[str, object]:
+    """Return what tells measurements apart, but for the setting and what changes a single line.
+
+    These are the work, by arguments, lengths and shape, and the card, PyTorch and the code of this
+    folder.
+    """
+    code = b"".join(path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.py")))
+    names = ("peer", "size", "parts", "steps", "block", "blocks", "rate")
+    return {name: getattr(arguments, name) for name in names} | {
+        "shape": shape,
+        "lengths": None if lengths is None else _digest(lengths.tobytes()),
+        "card": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "code": _digest(code),
+    }
+
+
+def _digest(content: bytes) -> str:
+    """Return a short digest, which differs where the content does."""
+    return hashlib.sha256(content).hexdigest()[:12]
+
+
 class Runner:
     """Measures settings one after the other, each in a process of its own.
 
     `arguments` are those of the command line, `lengths` those of samples or None, `shape` is the
-    model's config. What the file `arguments.out` has from a search before is not measured again;
-    what failed there is.
+    model's config. What the file `arguments.out` has from a search before is not measured again, if
+    it was measured as this search does it (`settings_of`); what failed there is.
     """
 
     def __init__(self, arguments: argparse.Namespace, lengths: np.ndarray | None, shape: dict):
-        self.arguments = arguments
         self.lengths = lengths
-        self.shape = shape
+        self.settings = settings_of(arguments, lengths, shape)
         self.measurements = Measurements(
             measure, arguments.out, timeout_s=arguments.timeout, within_s=arguments.within
         )
-        self.known = {}  # samples a second, by what was measured
+        self.known = []  # lines of what was measured
         if arguments.out.exists():
-            for text in arguments.out.read_text().splitlines():
-                line = json.loads(text)
-                if "samples_s" in line:
-                    key = self._key(
-                        line["peer"], line["size"], line["parts"], line["setting"], line["task"]
-                    )
-                    self.known[key] = line["samples_s"]
+            lines = [json.loads(text) for text in arguments.out.read_text().splitlines()]
+            self.known = [line for line in lines if "samples_s" in line]
 
-    def _key(self, peer: str, size: int, parts: int, setting: dict, task: dict) -> str:
-        return json.dumps([peer, size, parts, without_defaults(setting), task], sort_keys=True)
-
-    def __call__(self, name: str, *changes: dict, **task) -> float:
-        """Return samples a second of BASE with these changes, or 0 where that failed.
+    def __call__(self, name: str, *changes: dict, **task) -> dict:
+        """Return the figures of BASE with these changes, or the `error` with which that failed.
 
         `name` is what the line is called; `task` changes how it is measured. A setting that was
         measured before is not measured again.
         """
         setting = merged(*changes)
-        args = self.arguments
-        key = self._key(args.peer, args.size, args.parts, setting, task)
-        if key not in self.known:
-            self.known[key] = self._measured(name, setting, task)
-        return self.known[key]
+        wanted = self.settings | {"setting": without_defaults(setting), "task": task}
+        for line in self.known:
+            if all(line.get(key) == value for key, value in wanted.items()):
+                return line
+        # The lengths themselves, where a line has their digest.
+        how = self.settings | {"lengths": self.lengths, "setting": setting, "profile": False}
+        line = wanted | {"name": name}
+        figures = line | self.measurements(line, how | task)
+        self.known.append(figures)
+        return figures
 
-    def _measured(self, name: str, setting: dict, task: dict) -> float:
-        args = self.arguments
-        what = {"peer": args.peer, "size": args.size, "parts": args.parts}
-        line = what | {"name": name, "setting": without_defaults(setting), "task": task}
-        how = {
-            "shape": self.shape,
-            "lengths": self.lengths,
-            "setting": setting,
-            "steps": args.steps,
-            "block": args.block,
-            "blocks": args.blocks,
-            "rate": args.rate,
-            "profile": False,
-        }
-        result = self.measurements(line, what | how | task)
-        return result.get("samples_s", 0.0)
+
+class BaseFailed(Exception):
+    """The setting that all options are held against cannot be measured; the message says why."""
+
+
+def samples_s(figures: dict) -> float:
+    """Return the speed among what a Runner returns, 0 where the measurement failed."""
+    return figures.get("samples_s", 0.0)
 
 
 def search(
-    run: Callable[..., float],
+    run: Callable[..., dict],
     options: dict[str, dict[str, dict]],
     alone: dict[str, dict],
     start: list[dict],
@@ -395,12 +440,17 @@ def search(
     `run` is a Runner. Each of `options` (by group, then by name) is measured over `start`. Then
     they are added to it, the best first, each as long as it still brings at least `least_gain`, a
     share of the speed. One of a group is taken. Those of `alone` are measured and never added.
+
+    Raises BaseFailed where `start` cannot be measured, since no gain could be told.
     """
-    best_speed = run("base", *start)
+    base = run("base", *start)
+    if "error" in base:
+        raise BaseFailed(f"the base cannot be measured, and no option without it: {base['error']}")
+    best_speed = samples_s(base)
     candidates = []  # gain, group, name, change
     for group, alternatives in options.items():
         for name, change in alternatives.items():
-            gain = run(name, *start, change) / best_speed - 1
+            gain = samples_s(run(name, *start, change)) / best_speed - 1
             candidates.append((gain, group, name, change))
     for name, change in alone.items():
         run(name, *start, change)
@@ -411,12 +461,13 @@ def search(
     for gain, group, name, change in candidates:
         if gain < WORTH_A_TRY or group in taken:
             continue
-        speed = run(" + ".join([*taken.values(), name]), *chosen, change)
+        speed = samples_s(run(" + ".join([*taken.values(), name]), *chosen, change))
         if speed > best_speed * (1 + least_gain):
             best_speed = speed
             chosen.append(change)
             taken[group] = name
-    run(" + ".join(taken.values()) + ", profiled", *chosen, profile=True)
+    names = list(taken.values()) or ["base"]
+    run(f"{' + '.join(names)}, profiled", *chosen, profile=True)
     return chosen
 
 
@@ -472,7 +523,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
         "'profiled' are profiled",
     )
     parser.add_argument("--tiny", action="store_true", help="tiny models, for a CPU")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.peer != "gpt2" and arguments.lengths is None:
+        parser.error(
+            f"{arguments.peer} is trained on samples of given lengths: add --lengths FILE, with "
+            "the tokens of a sample in each line"
+        )
+    return arguments
 
 
 def main(argv: list[str]) -> None:
@@ -492,7 +549,10 @@ def main(argv: list[str]) -> None:
             else:
                 run(name, *start, *changes)
         return
-    search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
+    try:
+        search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
+    except BaseFailed as problem:
+        sys.exit(str(problem))
     reference = {"precision": "fp32", "compile": "none", "graph": False}
     run("plain fp32", reference, blocks=1, block=3)
 

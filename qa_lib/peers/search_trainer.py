@@ -44,7 +44,8 @@ QUESTION_LENGTH = 14  # tokens of a sample that are its question: about as many 
 OPTIONS = ("workers", "grouped", "compiled", "few lengths")
 # The arguments of the Trainer in all sets of options.
 TUNED = {"bf16": True, "optim": "adamw_torch_fused", "logging_nan_inf_filter": False}
-# The arguments that each option adds.
+# The arguments that each option adds. What was found to pay stands in train/trainer.py as well,
+# which this file does not import (tests/test_trainer.py holds both together).
 CHANGES = {
     "workers": {
         "dataloader_num_workers": 4,

@@ -42,6 +42,7 @@ from qa_lib.spec.spec import Spec
 from qa_lib.train.compile import forget_compiled, start_compilers, use_plain_paths
 from qa_lib.train.parallel.data_parallel import gather_model
 from qa_lib.train.parallel.process_group import ProcessGroup
+from qa_lib.train.trained import Trained
 
 PROFILED_STEPS = 3  # whose kernel time is a run's, where all steps are alike
 
@@ -105,13 +106,12 @@ def fit(
             # Train; all processes do this together.
             hooks = hooks_of(spec, batches.steps, device, shared)
             with ranks:
-                optimizer, meter, resumed_from, checkpoint_note = train(
-                    model, batches, spec, device, run_dir, say, hooks, ranks
-                )
-                notes.note_steps(entry, len(meter.times), resumed_from, checkpoint_note)
+                done = train(model, batches, spec, device, run_dir, say, hooks, ranks)
+                meter = done.meter
+                notes.note_steps(entry, len(meter.times), done.resumed_from, done.checkpoint_note)
                 notes.note_noise(entry, len(meter.times), ranks)
                 notes.note_processes(entry, spec, ranks)
-                memory = memory_use(model, optimizer, device, ranks.peer_bytes)
+                memory = memory_use(model, done.optimizer, device, ranks.peer_bytes)
                 entry["memory"] = dataclasses.asdict(memory)
                 model = gather_model(model, lambda: build_model(spec, folder).to(device), ranks)
                 joules = _measure_ranks(entry, spec, meter, model, ranks)
@@ -197,8 +197,8 @@ def train(
     say=print,
     hooks: Hooks | None = None,
     ranks: ProcessGroup | None = None,
-) -> tuple:
-    """Train with the spec's engine, and return what loop.train returns.
+) -> Trained:
+    """Train with the spec's engine.
 
     What an earlier run of this process has compiled is forgotten first. Without `ranks` this
     process is alone.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from qa_lib.calls import expect, shown
 from qa_lib.errors import SpecError, UserError
-from qa_lib.model.architectures import find_encoder, positions_in
+from qa_lib.model.architectures import check_architecture, positions_in
 from qa_lib.run.identity import go_offline_without_network, identify_data, inspect_model
 from qa_lib.spec.machine import Machine
 from qa_lib.spec.presets import (
@@ -26,7 +26,6 @@ from qa_lib.spec.presets import (
 )
 from qa_lib.spec.resolve import ALL, resolve
 from qa_lib.spec.rules import lacking, unshared
-from qa_lib.spec.settings import Settings
 from qa_lib.spec.spec import Spec
 from qa_lib.spec.variants import find_variant
 
@@ -133,7 +132,7 @@ def plan(request: Request, choose: Choose | None = None) -> Plan:
     data = identify_data(request.data, preset.quality, preset.task)
     kind = config.get("model_type", "")
     if kind != "":
-        find_encoder(kind, request.model, preset.task)
+        check_architecture(kind, request.model, preset.task)
     most_positions = positions_in(config)
     if most_positions is not None:
         for spec in planned.specs:
@@ -191,7 +190,8 @@ def _resolved(request: Request, variant: str, seed: int, own: dict) -> Spec:
     is_open = has_open_size and not own.get("micro_batch")
     tried = [own.get("micro_batch")]
     if is_open:
-        tried += range(Settings().micro_batch - 1, 0, -1)
+        task = find_preset(request.preset).task
+        tried += range(find_variant(variant, task).settings.micro_batch - 1, 0, -1)
     first_problem = None
     for micro_batch in tried:
         try:
@@ -210,7 +210,8 @@ def _resolved(request: Request, variant: str, seed: int, own: dict) -> Spec:
             first_problem = first_problem or problem
             continue
         if is_open:
-            return dataclasses.replace(spec, chosen=[*spec.chosen[:1], "micro_batch"])
+            left_open = ["variant", "micro_batch"] if spec.recommended else ["micro_batch"]
+            return dataclasses.replace(spec, chosen=left_open)
         return spec
     raise first_problem
 

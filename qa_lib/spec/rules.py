@@ -404,7 +404,7 @@ def task_conflicts(settings: Settings, task: str) -> Iterator[str]:
     if settings.cuda_graph and not packed:
         yield "the mask of padded sequences is made on the host, and a graph has no host"
     if settings.by_rival and not packed:
-        yield "the plain BERT takes packed sequences"
+        yield "the rivals take packed sequences"
     if settings.loss != "native":
         yield f"loss {settings.loss!r} is that of a language model"
 
@@ -667,7 +667,8 @@ def _adjustments(settings: Settings, machine: Machine) -> Iterator[tuple[str, ob
 def lacking(settings: Settings, architecture: str) -> str | None:
     """Return why a model of that architecture cannot have these settings; None if it can.
 
-    An architecture is a model_type of transformers. It can have whatever no rule here refuses.
+    An architecture is a model_type of transformers, or "" where it is not known yet. It can have
+    whatever no rule here refuses.
     """
     reason = next(_lacks(settings, architecture), None)
     return f"does not fit {architecture}: {reason}" if reason else None
@@ -675,7 +676,8 @@ def lacking(settings: Settings, architecture: str) -> str | None:
 
 def _lacks(settings: Settings, architecture: str) -> Iterator[str]:
     """Yield why a model of that architecture cannot have these settings."""
-    has_rival = architecture not in ("roberta", "electra", "distilbert", "modernbert")
+    # Where it is not known yet (""), it may be one of these; who builds the model asks again.
+    has_rival = architecture in ("", "bert", "mpnet", "gpt2")
     if settings.by_rival and not has_rival:
         yield "the rivals are a BERT, an MPNet and a GPT-2"
     if architecture == "modernbert":
@@ -738,12 +740,14 @@ def _gpt2_lacks(settings: Settings) -> Iterator[str]:
         yield "adapters of a decoder take norms 'native' and gelu 'exact'"
 
 
-def unfit_heads(width: int) -> str | None:
-    """Return why attention 'triton-varlen' cannot have heads of that width; None if it can."""
+def unfit_heads(width: int, attention: str = "triton-varlen") -> str | None:
+    """Return why our attention kernel cannot have heads of that width; None if it can.
+
+    `attention` is the setting's value that the sentence names.
+    """
     is_power_of_2 = width.bit_count() == 1
     if width >= 16 and is_power_of_2:
         return None
     return (
-        "attention 'triton-varlen' takes heads as wide as a power of 2, 16 or more, "
-        f"and not {width}"
+        f"attention {attention!r} takes heads as wide as a power of 2, 16 or more, and not {width}"
     )

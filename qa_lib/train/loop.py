@@ -36,6 +36,7 @@ from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.parallel.tensor import Tensor
 from qa_lib.train.parallel.zero1 import Zero1
 from qa_lib.train.step_log import StepFailed, StepLog
+from qa_lib.train.trained import Trained
 
 STRATEGIES = {
     "none": NoParallel,
@@ -147,15 +148,14 @@ def train(
     say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
-) -> tuple[torch.optim.Optimizer, Meter, int, str | None]:
+) -> Trained:
     """Train `model` in place for all steps of the batches, from the run's checkpoint on.
 
     Writes steps.jsonl and, as often as the preset says, a checkpoint into `run_dir`. `ranks` are
     the processes that train together and have joined: all of them call this, and the first writes.
     `say` takes lines for the user.
 
-    Returns the optimizer, the meter, the number of steps that were done before, and a note on the
-    checkpoint, if there is one. Raises StepFailed.
+    Raises StepFailed.
     """
     settings = spec.settings
     device = ranks.device
@@ -221,4 +221,4 @@ def train(
     if ranks.world > 1 and not spec.preset.quality and begin < batches.steps:
         ranks.stats.note_overlap(lambda: take_step(inputs, parts))
     step.strategy.finish()
-    return step.optimizer, meter, begin, note
+    return Trained(step.optimizer, meter, resumed_from=begin, checkpoint_note=note)

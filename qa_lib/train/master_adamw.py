@@ -96,7 +96,8 @@ class MasterAdamW(torch.optim.Optimizer):
     them. Nothing waits for the device: rate and step count are tensors on it.
 
     Raises UserError for parameters of another type. Loading raises it for a state of weights of
-    another type, for one with masters into an optimizer without them, and the other way round.
+    another type, for one with masters into an optimizer without them, the other way round, and for
+    a state of another optimizer; nothing has changed then.
 
         import torch
         from qa_lib import MasterAdamW
@@ -109,7 +110,7 @@ class MasterAdamW(torch.optim.Optimizer):
     """
 
     # GradScaler hands `grad_scale` and `found_inf` to an optimizer that says so (optim.unscale):
-    # the scale that is on the gradients, and a number above 0 where one of them is not finite.
+    # the scale that is on the gradients, and a number other than 0 where one of them is not finite.
     _step_supports_amp_scaling = True
     # Where else the kernel writes the new weights of the only parameter: tensors like it, in the
     # memory of other GPUs (train/parallel/peers.py).
@@ -185,23 +186,17 @@ class MasterAdamW(torch.optim.Optimizer):
 
         PyTorch would cast low bits, moments and counts to the type of the parameter. They and the
         rates stay in the memory that they are in, which a captured graph reads and writes.
+
+        Raises UserError for a state that this optimizer cannot have had.
         """
+        self._check_state(state_dict)
         rates = [group["lr"] for group in self.param_groups]
         before = {parameter: self.state.get(parameter, {}) for parameter in self.updates}
         super().load_state_dict(state_dict)
         parameters = [p for group in self.param_groups for p in group["params"]]
         numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
         for number, parameter in zip(numbers, parameters, strict=True):
-            if number not in state_dict["state"]:
-                continue
             state = state_dict["state"][number]
-            low_type = state["low_bits"].dtype if "low_bits" in state else None
-            if low_type != (LOW_TYPES[parameter.dtype] if self.masters else None):
-                raise UserError(
-                    "this state is not one of MasterAdamW over weights in "
-                    + _named(parameter.dtype)
-                    + ("" if self.masters else " without masters")
-                )
             self.state[parameter] = {
                 name: _in_place(before[parameter].get(name), value, parameter.device)
                 for name, value in state.items()
@@ -212,6 +207,28 @@ class MasterAdamW(torch.optim.Optimizer):
                 group["lr"] = rate
         counts = torch.stack([self.state[p]["step"] for p in self.updates]).tolist()
         self.updates = dict(zip(self.updates, map(int, counts), strict=True))
+
+    def _check_state(self, state_dict: dict) -> None:
+        """Raise UserError where a parameter's state is missing or is of another kind.
+
+        PyTorch refuses a state of another number of parameters itself.
+        """
+        names = {*COLUMNS, "step"}
+        if not self.masters:
+            names.remove("low_bits")
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        numbers = [n for group in state_dict["param_groups"] for n in group["params"]]
+        for number, parameter in zip(numbers, parameters, strict=False):
+            state = state_dict["state"].get(number, {})
+            is_alike = state.keys() == names
+            if is_alike and self.masters:
+                is_alike = state["low_bits"].dtype == LOW_TYPES[parameter.dtype]
+            if not is_alike:
+                without = "" if self.masters else " without masters"
+                raise UserError(
+                    "this state is not one of MasterAdamW over weights in "
+                    f"{_named(parameter.dtype)}{without}"
+                )
 
     def norm(self, gradients: list[torch.Tensor]) -> torch.Tensor:
         """Return the norm of these gradients, in fp32.
@@ -280,7 +297,7 @@ class MasterAdamW(torch.optim.Optimizer):
         else:
             # A tensor each: of one for all, PyTorch asks the device for its value, which a capture
             # forbids.
-            torch._foreach_add_(steps, [1.0 - (skip > 0).float()] * len(steps))
+            torch._foreach_add_(steps, [1.0 - (skip != 0).float()] * len(steps))
         for group in self.param_groups:
             by_count: dict[int, list[torch.Tensor]] = {}
             for parameter in group["params"]:

@@ -26,6 +26,7 @@ from qa_lib.spec.spec import Spec
 from qa_lib.train.optim import CLIP, learning_rate, peak_rate, set_rate
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
+from qa_lib.train.trained import Trained
 
 # Options of the models, of which the search found that they pay.
 SEARCHED_BERT = {"blend_types": True, "drawn_at_once": True}
@@ -42,7 +43,7 @@ def train(
     say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:
+) -> Trained:
     """Train a peer from the weights of `model`, which gets the peer's weights at the end.
 
     Arguments and results are those of loop.train.
@@ -89,7 +90,7 @@ def train(
         hooks.finished(number)
     model.to(device, peer.norm.weight.dtype)
     _copy((weight, peer_weight) for peer_weight, weight in peer.pairs(model))
-    return step.optimizer, meter, 0, None
+    return Trained(step.optimizer, meter)
 
 
 class PlainStep:

@@ -29,9 +29,11 @@ from qa_lib.spec.spec import Spec
 from qa_lib.train.optim import CLIP, peak_rate
 from qa_lib.train.parallel.process_group import ProcessGroup
 from qa_lib.train.step_log import StepLog
+from qa_lib.train.trained import Trained
 
 # What a search found to pay (peers/search_trainer.py) and no other setting stands for: the filter
-# waits for the GPU in each step.
+# waits for the GPU in each step. Where the search always has four workers, there are no more here
+# than the host has cores; all else is equal (tests/test_trainer.py).
 TUNED = {
     "dataloader_num_workers": min(4, os.cpu_count()),
     "dataloader_persistent_workers": True,
@@ -52,7 +54,7 @@ def train(
     say: Callable[[str], None],
     hooks: Hooks,
     ranks: ProcessGroup,
-) -> tuple[torch.optim.Optimizer, Meter, int, None]:
+) -> Trained:
     """Train `model` in place by a Trainer; arguments and results are those of loop.train."""
     settings = spec.settings
     until = batches.steps - hooks.untimed_steps
@@ -103,7 +105,7 @@ def train(
     # puts around it.
     wrapped = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
     ranks.wrapper = None if wrapped is model else type(wrapped).__name__
-    return trainer.optimizer, meter, 0, None
+    return Trained(trainer.optimizer, meter)
 
 
 class _Collator:

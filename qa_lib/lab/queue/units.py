@@ -7,7 +7,6 @@ of data and model, so that the state of a plan is known without either.
 
 import dataclasses
 import datetime
-import itertools
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,17 +61,23 @@ class Recorded:
                 self._like[_key_of_run(run)].append(run)
 
     def results(self, unit: Unit) -> list[Run]:
-        """Return the runs of a unit, in order; none unless all are there, one soon after the other.
+        """Return a run of each of a unit's variants, in order, one soon after the other.
 
-        A run that ran out of memory has its result.
+        Empty where there are no such runs. A run that ran out of memory has its result. A variant
+        may have several runs, of other data by the same name for example: each block that they can
+        be the next run of is followed, and the first one that is whole is returned.
         """
-        runs = []
+        blocks: list[list[Run]] = [[]]
         for variant in unit.variants:
             like = self._like[_key(unit.group, variant)]
-            runs += [run for run in like if self._counts(run, unit.seed)]
-        if len(runs) < len(unit.variants) or not _are_in_turn(runs):
-            return []
-        return runs
+            counting = [run for run in like if self._counts(run, unit.seed)]
+            blocks = [
+                [*block, run]
+                for block in blocks
+                for run in counting
+                if not block or _follows(block[-1], run)
+            ]
+        return blocks[0] if blocks else []
 
     def _counts(self, run: Run, seed: int) -> bool:
         """Return whether a run is of that seed and of a code that counts, and has its result."""
@@ -113,14 +118,11 @@ def _key_of_run(run: Run) -> tuple:
     return spec["variant"], *counts, *names, tuple(preset.items())
 
 
-def _are_in_turn(runs: list[Run]) -> bool:
-    """Return whether each run began when the one before it had ended, and soon after."""
-    for before, after in itertools.pairwise(runs):
-        ended = datetime.datetime.fromisoformat(before.record["time"]["ended"])
-        started = datetime.datetime.fromisoformat(after.record["time"]["started"])
-        if not 0 <= (started - ended).total_seconds() <= MOST_BETWEEN_S:
-            return False
-    return True
+def _follows(before: Run, after: Run) -> bool:
+    """Return whether a run began when the one before it had ended, and soon after."""
+    ended = datetime.datetime.fromisoformat(before.record["time"]["ended"])
+    started = datetime.datetime.fromisoformat(after.record["time"]["started"])
+    return 0 <= (started - ended).total_seconds() <= MOST_BETWEEN_S
 
 
 def next_units(

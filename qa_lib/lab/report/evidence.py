@@ -94,6 +94,30 @@ OF_AXES = (
 STEPS = "spec.preset.steps"
 SCORED = "spec.preset.quality"
 
+# Columns that a DataFrame has even where there is no run: those by which runs are chosen.
+COLUMNS = (
+    "group",
+    "run_id",
+    "run",
+    "status",
+    "code",
+    "sitting",
+    "spec.variant",
+    "spec.seed",
+    "spec.hardware",
+    "spec.search",
+    "spec.preset.name",
+    SCORED,
+    *TASK,
+    "time.started",
+    "model.name",
+    "model.revision",
+    "data.name",
+    "data.sha256",
+    "speed.samples_per_s",
+    *AXES,
+)
+
 # A full training: SQuAD v2's training questions make so many samples at length 384 and stride 128,
 # and are seen for so many epochs.
 FULL_SAMPLES = 131_754
@@ -127,7 +151,8 @@ def load_runs(
 def as_frame(runs: list[Run]) -> pd.DataFrame:
     """Return a DataFrame with a row for each run.
 
-    Columns: each value of the record by its path, `run` (the archive.Run itself), AXES, and
+    Columns: each value of the record by its path (without runs those of COLUMNS), `run` (the
+    archive.Run itself), AXES, and
 
     - code: equal where the code was: its digest, or the commit in records without one
     - sitting: equal where speeds may be compared, which is where the code was equal. Runs in
@@ -135,7 +160,7 @@ def as_frame(runs: list[Run]) -> pd.DataFrame:
       the time.
     """
     if not runs:
-        return pd.DataFrame(columns=["group", "status", "spec.variant", "spec.seed", *AXES])
+        return pd.DataFrame(columns=[*COLUMNS])
     frame = with_axes(pd.json_normalize([run.record for run in runs]).assign(run=runs))
     code = _digests(frame).fillna(frame["code.commit"])
     is_own = [run.folder is not None for run in runs]
@@ -436,9 +461,10 @@ def _scored_elsewhere(runs: pd.DataFrame, found: pd.DataFrame) -> pd.DataFrame:
 def most_alike(table: pd.DataFrame) -> pd.DataFrame:
     """Return the most runs, or lines of `summary`, that agree in all axes but the micro-batch.
 
-    The micro-batch may differ, since it changes speed and memory alone, and readers choose it.
+    The micro-batch may differ, since it changes speed and memory alone, and readers choose it. It
+    is the `largest` of such parts.
     """
-    return max(_alike(table, [*AXES]), key=len, default=table)
+    return largest(alike(table, [*AXES]), table)
 
 
 def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
@@ -446,18 +472,31 @@ def usual_conditions(table: pd.DataFrame) -> pd.DataFrame:
 
     They agree in all axes but the micro-batch. Where a group has changed its data, they are on data
     on which both the baseline and the recommended variant ran, as a report compares these. The
-    largest of several such parts is taken.
+    `largest` of several such parts is taken.
     """
-    on_any_data = _alike(table, [name for name in AXES if name != "data"])
-    by_data = _alike(max(on_any_data, key=len, default=table), ["data"])
+    on_any_data = alike(table, [name for name in AXES if name != "data"])
+    by_data = alike(largest(on_any_data, table), ["data"])
     if len(by_data) > 1:
         with_both = [part for part in by_data if {baseline(part), RECOMMENDED} <= _variants(part)]
         by_data = with_both or by_data
-    return max(by_data, key=len, default=table)
+    return largest(by_data, table)
 
 
-def _alike(table: pd.DataFrame, axes: Sequence[str]) -> list[pd.DataFrame]:
-    """Return the parts of a table that agree in those axes that it has, but the micro-batch."""
+def largest(parts: list[pd.DataFrame], table: pd.DataFrame) -> pd.DataFrame:
+    """Return the longest of the parts of a table, and the table itself where it has none.
+
+    Of several it is the first in the order of the axes' values, as `alike` returns them. Not the
+    newest: lines of `summary` have no time, and a group's lines are to be of the same part as its
+    runs.
+    """
+    return max(parts, key=len, default=table)
+
+
+def alike(table: pd.DataFrame, axes: Sequence[str]) -> list[pd.DataFrame]:
+    """Return the parts of a table that agree in those axes that it has, but the micro-batch.
+
+    They are in the order of the axes' values.
+    """
     known = [name for name in axes if name in table and name != "micro_batch"]
     return [part for _, part in table.groupby(known, dropna=False)] if known else [table]
 

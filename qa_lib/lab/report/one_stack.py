@@ -19,7 +19,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from qa_lib.lab.report import evidence, scaling, style
-from qa_lib.lab.report.claims import CANNOT_TELL, NEAR, Found, all_of, judged
+from qa_lib.lab.report.claims import CANNOT_TELL, NEAR, Found, all_of, judge_by_value
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.stats import LEAST_SEEDS, interval
 from qa_lib.lab.report.tables import Column, render
@@ -243,7 +243,7 @@ def _judged_speed(lines: pd.DataFrame, column: str, ratio: float) -> Found:
         half = pipeline[f"{column}±"]
         gained = MISSING if math.isnan(value) else f"×{number(value, half)}"
         words.append(f"{pipeline['variant']} {gained} at batch {batch:,}")
-        signs.append(judged(value, half, (1 - NEAR) * ratio, (1 + NEAR) * ratio))
+        signs.append(judge_by_value(value, (1 - NEAR) * ratio, (1 + NEAR) * ratio, half))
     return Found(", ".join(words), all_of(signs)) if words else Found(NOTHING, CANNOT_TELL)
 
 

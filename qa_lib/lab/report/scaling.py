@@ -106,11 +106,14 @@ def scaling(runs: pd.DataFrame) -> pd.DataFrame:
 def by_seed(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the values that `scaling` averages, `code` and `run_id`, indexed by KEYS and seed.
 
+    They are of the most runs that agree in model, data, precision, length and training
+    (`evidence.largest`).
+
     Raises NotMeasured where no run of a variant for several GPUs has ended ok.
     """
     done = runs[(runs["status"] == "ok") & runs["spec.variant"].isin(VARIANTS)]
-    conditions = done.groupby(["model", "data", "precision", "length", "training"], dropna=False)
-    done = max([part for _, part in conditions], key=len, default=done)
+    parts = evidence.alike(done, ["model", "data", "precision", "length", "training"])
+    done = evidence.largest(parts, done)
     if not evidence.is_parallel(done["spec.variant"]).any():
         raise evidence.NotMeasured("no run of a variant for several GPUs (family P) has ended ok")
     values = evidence.numbers(done, MEASURES)

@@ -1,11 +1,13 @@
 """How each technique works, in a few sentences and lines, and where this package has it.
 
-A technique is what a variant changes: one setting, and its new value. Each stands below as a
-function under `@technique`, whose arguments name the setting, its values, and the sentences and
-lines that notebooks print. The function returns the code of this package that does it, to which the
-notebooks link. It imports that code itself, so that only what is linked is loaded.
+A technique is what a variant changes: one setting, and its new value, under an engine. Each stands
+below as a function under `@technique`, whose arguments name the setting, its values, the engines,
+and the sentences and lines that notebooks print. The function returns the code of this package that
+does it, to which the notebooks link. It imports that code itself, so that only what is linked is
+loaded.
 
-A variant that changes a new setting, or sets one to a new value, needs a technique here.
+A variant that changes a new setting, sets one to a new value, or does so under another engine,
+needs a technique here: `find_technique` raises SpecError for one that has none.
 """
 
 import inspect
@@ -15,8 +17,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qa_lib.errors import SpecError
 from qa_lib.paths import PACKAGE
-from qa_lib.spec.variants import VARIANTS
+from qa_lib.spec.settings import Engine
+from qa_lib.spec.variants import VARIANTS, Variant
 
 # Returns functions, methods or classes.
 CodeOf = Callable[[], list[Any]]
@@ -41,7 +45,9 @@ class Technique:
     setting: str | None
     """The setting that is changed; None for the baseline, which changes nothing."""
     values: tuple[Any, ...]
-    """The new values that this explains; empty for all that no earlier technique explains."""
+    """The new values that this explains; empty for the baseline alone."""
+    engines: tuple[Engine, ...]
+    """The engines under which it explains them: each does the same by code of its own."""
     how: str
     """Sentences that say how it works."""
     yours: str
@@ -52,13 +58,13 @@ class Technique:
     gain: Gain | None
     """The comparison in README.md's table, if it stands there."""
 
-    def explains(self, change: dict[str, Any]) -> bool:
-        """Return whether this is how a variant's change {setting: new value} works."""
-        if self.setting is None:
-            return not change
-        if self.setting not in change:
+    def explains(self, variant: Variant) -> bool:
+        """Return whether this is how a variant's change works under its engine."""
+        if variant.settings.engine not in self.engines:
             return False
-        return not self.values or change[self.setting] in self.values
+        if self.setting is None:
+            return not variant.change
+        return self.setting in variant.change and variant.change[self.setting] in self.values
 
 
 TECHNIQUES: list[Technique] = []
@@ -67,6 +73,7 @@ TECHNIQUES: list[Technique] = []
 def technique(
     setting: str | None = None,
     *values: Any,
+    engines: tuple[Engine, ...] = ("loop",),
     how: str,
     yours: str = "",
     gain: Gain | None = None,
@@ -74,16 +81,26 @@ def technique(
     """Return a decorator that appends a Technique, whose code the function returns."""
 
     def append(code: CodeOf) -> CodeOf:
-        TECHNIQUES.append(Technique(setting, values, how, yours, code, gain))
+        TECHNIQUES.append(Technique(setting, values, engines, how, yours, code, gain))
         return code
 
     return append
 
 
 def find_technique(variant: str) -> Technique:
-    """Return the first of TECHNIQUES that explains what a variant changes."""
-    change = VARIANTS[variant].change
-    return next(known for known in TECHNIQUES if known.explains(change))
+    """Return the one of TECHNIQUES that explains what a variant changes.
+
+    Raises SpecError where none does, or more than one.
+    """
+    changed = VARIANTS[variant]
+    explaining = [known for known in TECHNIQUES if known.explains(changed)]
+    if len(explaining) != 1:
+        what = ", ".join(f"{setting} {value!r}" for setting, value in changed.change.items())
+        raise SpecError(
+            f"variant {variant}: {len(explaining)} techniques explain {what or 'no change'} under "
+            f"engine {changed.settings.engine!r}, and it takes one, in lab/report/techniques.py"
+        )
+    return explaining[0]
 
 
 @dataclass(frozen=True)
@@ -99,14 +116,23 @@ class Source:
 
 
 def source_of(shown: Any) -> Source:
-    """Return the lines of a function, method, class, Triton kernel or custom operator."""
-    # Triton keeps a kernel's function as `fn`, PyTorch a custom operator's as `_init_fn`, and
-    # kernels/common.py an operator's as `__wrapped__`.
-    for attribute in ("fn", "_init_fn", "__wrapped__"):
+    """Return the lines of a function, method, class, Triton kernel or operator of our own."""
+    # Triton keeps a kernel's function as `fn`, and kernels/common.py an operator's as
+    # `__wrapped__`.
+    for attribute in ("fn", "__wrapped__"):
         shown = getattr(shown, attribute, shown)
     path = Path(inspect.getsourcefile(shown)).relative_to(PACKAGE.parent)
     lines, first = inspect.getsourcelines(shown)
     return Source(path.as_posix(), first, textwrap.dedent("".join(lines)))
+
+
+BY_TRAINER: tuple[Engine, ...] = ("trainer", "trainer-tuned")
+BY_RIVAL: tuple[Engine, ...] = ("plain", "searched")
+IN_ORDER = (
+    "Each process has some of the layers and hands hidden states on, one micro-batch after the "
+    "other. The order in which it takes forward and backward passes decides how long it waits and "
+    "how much it keeps."
+)
 
 
 # Engines, numbers, compiler.
@@ -115,6 +141,7 @@ def source_of(shown: Any) -> Source:
 @technique(
     "engine",
     "trainer",
+    engines=("trainer",),
     how=(
         "`transformers.Trainer` gets the same model, the same micro-batches and the same "
         "schedule as the visible loop. What it is told is in the arguments below; the rest is "
@@ -134,6 +161,7 @@ def trainer_engine():
 @technique(
     "engine",
     "trainer-tuned",
+    engines=("trainer-tuned",),
     how=(
         "A search tried every set of four options of `transformers.Trainer`. Workers prepare "
         "batches, samples are padded to few lengths, and nothing looks for NaN in each step, which "
@@ -153,6 +181,7 @@ def tuned_trainer_engine():
 @technique(
     "engine",
     "searched",
+    engines=("searched",),
     how=(
         "A search added to the plain step what makes it quicker. Weights in bf16 are rounded at "
         "random by few compiled kernels, dropout takes random bytes that one kernel draws, and "
@@ -168,6 +197,7 @@ def searched_engine():
 @technique(
     "engine",
     "plain",
+    engines=("plain",),
     how=(
         "A step as a good engineer writes it, with `torch.compile`, autocast, fused AdamW and "
         "clipping. Nothing of this library is in it, so that it shows what the library adds."
@@ -200,6 +230,8 @@ def fp32():
 
 @technique(
     "precision",
+    "fp16",
+    "bf16",
     how=(
         "Tensor cores multiply 16-bit numbers several times as fast as 32-bit ones. fp16 ends at "
         "65,504 and underflows early, so that its loss is scaled up before the backward pass; "
@@ -215,6 +247,59 @@ def half_precision():
     from qa_lib.train.optim import Precision
 
     return [Precision]
+
+
+@technique(
+    "precision",
+    "fp32",
+    engines=BY_TRAINER,
+    how=(
+        "The Trainer computes in 32 bits unless it is told otherwise: `fp16` and `bf16` are both "
+        "off. Many a script trains so because nobody has asked for more."
+    ),
+    yours='arguments = TrainingArguments("out")  # without fp16=True and bf16=True',
+)
+def trainer_in_fp32():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "precision",
+    "bf16",
+    engines=BY_TRAINER,
+    how=(
+        "The Trainer puts autocast to bf16 around the model by itself. bf16 has the range of fp32, "
+        "so that there is no scale of the loss, and nothing waits for the GPU to look for an "
+        "overflow."
+    ),
+    yours='arguments = TrainingArguments("out", bf16=True)',
+)
+def trainer_in_bf16():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "precision",
+    "pure-bf16",
+    engines=BY_RIVAL,
+    how=(
+        "The model is cast to bf16 once, so that weights, gradients and AdamW's moments are in 16 "
+        "bits. There is no autocast and no scale of the loss, and nothing keeps what is lost of a "
+        "step that is smaller than a weight's rounding."
+    ),
+    yours="""\
+model = model.to(torch.bfloat16)
+optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+""",
+)
+def pure_bf16():
+    from qa_lib.train.plain import PlainStep, train
+
+    return [train, PlainStep]
 
 
 @technique(
@@ -254,6 +339,7 @@ def regional_compilation():
 @technique(
     "compile",
     "reduce-overhead",
+    engines=("plain",),
     how=(
         '`torch.compile` in its mode "reduce-overhead" records the forward and the backward pass '
         "as CUDA graphs of its own. Optimizer and clipping are still launched kernel by kernel."
@@ -268,6 +354,10 @@ def reduce_overhead():
 
 @technique(
     "compile",
+    "inductor",
+    "aot_eager",
+    "cudagraphs",
+    "nvfuser",
     how=(
         "`torch.compile` traces the model into one graph and hands it to a backend. `inductor` "
         "writes few kernels that each read and write memory once; `aot_eager` runs the graph's "
@@ -282,12 +372,30 @@ def compiled():
     return [compiled]
 
 
+@technique(
+    "compile",
+    "inductor",
+    engines=BY_TRAINER,
+    how=(
+        "The Trainer calls `torch.compile` on the model by itself. The first batch is compiled for "
+        "its own length; when one of another length comes, it is compiled anew with the length "
+        "left open."
+    ),
+    yours='arguments = TrainingArguments("out", torch_compile=True)',
+)
+def compiled_by_the_trainer():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
 # Batches.
 
 
 @technique(
     "padding",
     "longest",
+    engines=("loop", *BY_TRAINER),
     how=(
         "The samples of a micro-batch are padded to its longest one, rounded up to one of few "
         "lengths, and no longer to the limit. One long sample is enough to spoil it for all "
@@ -325,6 +433,7 @@ def packing():
 
 @technique(
     "loss_padding",
+    "masked",
     how=(
         "The loss of a padded sample takes a softmax over all of its places, those of padding "
         "included, and training also learns to give these low logits. Masked, it is over the "
@@ -343,6 +452,7 @@ def masked_loss():
 
 @technique(
     "group_by_length",
+    True,
     how=(
         "Spans of 50 micro-batches are sorted by length before they are cut, so that those "
         "beside each other are alike, and the micro-batches are shuffled afterwards. Little is "
@@ -354,6 +464,23 @@ def grouping_by_length():
     from qa_lib.data.batches import Batches
 
     return [Batches._drawn]
+
+
+@technique(
+    "group_by_length",
+    True,
+    engines=BY_TRAINER,
+    how=(
+        "The Trainer's own sampler shuffles the samples, cuts them into spans of up to 50 batches "
+        "and sorts each span from long samples to short ones. Little is left to pad, and long "
+        "batches come before short ones in each span."
+    ),
+    yours='arguments = TrainingArguments("out", train_sampling_strategy="group_by_length")',
+)
+def grouping_by_the_trainer():
+    from qa_lib.train.trainer import train
+
+    return [train]
 
 
 # The step.
@@ -377,6 +504,28 @@ def cuda_graph():
     from qa_lib.train.cuda_graph import CapturedStep
 
     return [CapturedStep.__call__, CapturedStep._capture]
+
+
+@technique(
+    "cuda_graph",
+    True,
+    engines=("searched",),
+    how=(
+        "The rival's step, forward and backward passes, clipping and update, is done three times "
+        "and then recorded as one CUDA graph. What these steps have changed is put back, and each "
+        "step from then on is one launch."
+    ),
+    yours="""\
+graph = torch.cuda.CUDAGraph()  # after some steps on a stream of their own
+with torch.cuda.graph(graph):
+    loss = step()
+""",
+)
+def graph_of_the_rival():
+    from qa_lib.peers.step import Step
+    from qa_lib.train.plain import SearchedStep
+
+    return [Step._capture, SearchedStep]
 
 
 @technique(
@@ -569,8 +718,28 @@ def no_dropout():
 
 
 @technique(
+    "dropout",
+    "none",
+    engines=BY_RIVAL,
+    how=(
+        "The rival is built with a rate of 0, so that nothing is dropped and no random bits are "
+        "drawn. Large language models are trained so today, since they see each text once."
+    ),
+    yours="""\
+rates = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+model = AutoModel.from_pretrained(name, **rates)
+""",
+)
+def rival_without_dropout():
+    from qa_lib.train.plain import train
+
+    return [train]
+
+
+@technique(
     "attention",
     "sdpa",
+    engines=("loop", *BY_TRAINER),
     how=(
         "PyTorch's fused attention goes through the scores in blocks that never leave the chip, "
         "where eager attention writes one score for every pair of tokens to memory. transformers "
@@ -742,6 +911,8 @@ def fp8_weight_gradients():
 
 @technique(
     "qat",
+    "int8",
+    "int4",
     how=(
         "Weights and activations are rounded in the forward pass as they will be when the model "
         "is quantized, and the backward pass takes the rounding for the identity. The model "
@@ -795,6 +966,11 @@ def activation_checkpointing():
 
 @technique(
     "trainable",
+    "lora-qv",
+    "lora-all",
+    "bitfit",
+    "freeze-bottom-10",
+    "freeze-last-4",
     how=(
         "What does not train needs no gradient and no moments of the optimizer. LoRA puts two "
         "narrow matrices beside a frozen one, BitFit trains biases alone, and freezing leaves "
@@ -937,11 +1113,7 @@ def fsdp2():
 @technique(
     "parallel",
     "pipeline",
-    how=(
-        "Each process has some of the layers and hands hidden states on, one micro-batch after "
-        "the other. The order in which it takes forward and backward passes decides how long it "
-        "waits and how much it keeps."
-    ),
+    how=IN_ORDER,
     yours="""\
 stage = PipelineStage(my_layers, rank, world, device)  # from torch.distributed.pipelining
 Schedule1F1B(stage, n_microbatches=8, loss_fn=loss_of).step(inputs)
@@ -975,6 +1147,7 @@ def tensor_parallel():
 @technique(
     "parallel",
     "deepspeed",
+    engines=BY_TRAINER,
     how=(
         "The Trainer hands the step to DeepSpeed's engine, which is ZeRO stage 1: every process "
         "has the whole model, its own micro-batches and a share of the optimizer. It is no "
@@ -1006,12 +1179,27 @@ def ddp():
 
 
 @technique(
-    "schedule",
+    "parallel",
+    "ddp",
+    engines=BY_TRAINER,
     how=(
-        "Each process has some of the layers and hands hidden states on, one micro-batch after "
-        "the other. The order in which it takes forward and backward passes decides how long it "
-        "waits and how much it keeps."
+        "Each process has the whole model and a part of the step's micro-batches. Under torchrun "
+        "the Trainer puts the model into PyTorch's DistributedDataParallel by itself, which "
+        "averages the gradients while the backward pass still computes others."
     ),
+    yours="Trainer(model, arguments, train_dataset=samples).train()  # started by torchrun",
+)
+def ddp_by_the_trainer():
+    from qa_lib.train.trainer import train
+
+    return [train]
+
+
+@technique(
+    "schedule",
+    "1f1b",
+    "interleaved",
+    how=IN_ORDER,
     yours="""\
 schedule = ScheduleInterleaved1F1B(my_stages, n_microbatches=8, loss_fn=loss_of)
 schedule.step(inputs)  # from torch.distributed.pipelining
@@ -1045,6 +1233,7 @@ def positional_join():
 @technique(
     "fault",
     "nvidia-smi-polling",
+    engines=BY_TRAINER,
     how=(
         "Every process starts nvidia-smi after every step and waits for it. It shows what "
         "measuring costs when it is done inside the step."

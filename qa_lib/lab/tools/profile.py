@@ -198,18 +198,18 @@ def _load(spec: Spec):
     return WORKFLOWS[spec.preset.task].load(spec)
 
 
-def _train(spec: Spec, steps: int, data, device, hooks: Hooks) -> tuple:
-    """Train so many steps from new weights with hooks; return (model, optimizer, meter)."""
+def _train(
+    spec: Spec, steps: int, data, device, hooks: Hooks
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, Meter]:
+    """Train so many steps from new weights with hooks; return model, optimizer and meter."""
     preset = dataclasses.replace(
         spec.preset, steps=steps, epochs=None, measure_from=WARM, checkpoint_every=0
     )
     spec = dataclasses.replace(spec, preset=preset)
     with tempfile.TemporaryDirectory() as folder:
         data, model, batches = prepare(spec, data)
-        optimizer, meter, *_ = train(
-            model, batches, spec, device, Path(folder), say=lambda _: None, hooks=hooks
-        )
-        return model, optimizer, meter
+        done = train(model, batches, spec, device, Path(folder), say=lambda _: None, hooks=hooks)
+        return model, done.optimizer, done.meter
 
 
 # Time.
