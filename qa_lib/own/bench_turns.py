@@ -34,6 +34,7 @@ PROFILED = 10 if DEVICE.type == "cuda" else 0  # steps after the last turn, whos
 SETUP_GUESSES = {"trainer-tuned": 150.0}
 SETUP_GUESS = 20.0
 PATIENCE_S = 2.0  # for a process to end by itself
+EXIT_S = 30.0  # for one that has closed its connection to have an exit code, on a busy host
 
 
 class Measured:
@@ -221,7 +222,7 @@ class Way:
         try:
             answer = self.connection.recv()
         except (EOFError, ConnectionResetError):
-            self.process.join(PATIENCE_S)
+            self.process.join(EXIT_S)
             raise WayFailed(f"its process ended with {self.process.exitcode}") from None
         if "fault" in answer:
             raise WayFailed(answer["fault"])
