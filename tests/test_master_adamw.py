@@ -8,10 +8,9 @@ import torch
 from accelerate import Accelerator
 
 from qa_lib.errors import UserError
+from qa_lib.kernels import adamw as module
 from qa_lib.kernels import eight_bit
-from qa_lib.train import master_adamw as module
-from qa_lib.train.master_adamw import (
-    MasterAdamW,
+from qa_lib.kernels.adamw import (
     halves,
     master_of,
     random_bits,
@@ -20,6 +19,7 @@ from qa_lib.train.master_adamw import (
     upper,
     weight_noise,
 )
+from qa_lib.train.master_adamw import MasterAdamW
 from qa_lib.train.optim import unscale
 from tests.kernels import DEVICE
 from tests.material import refused
@@ -423,7 +423,7 @@ SCALARS = {
 
 
 def update_by_kernel(columns: Columns, skip=None, **others) -> None:
-    module._update_by_kernel(*columns, **SCALARS | others, skip=skip)
+    module.update_by_kernel(*columns, **SCALARS | others, skip=skip)
 
 
 def update_by_plain(columns: Columns, skip=None, **others) -> None:
@@ -543,7 +543,7 @@ def test_what_is_compiled_ahead_is_what_is_launched(dtype, masters, monkeypatch)
     optimizer._compile_kernels()
     compiled_ahead = launched[-4:]
     launched.clear()
-    module._norm_by_kernel(columns.gradients)
+    module.gradient_norm_by_kernel(columns.gradients)
     skip = SCALARS["step"] if dtype == torch.float16 else None
     update_by_kernel(columns, skip, shrink=SCALARS["step"])
     assert len(launched) == 4
@@ -554,7 +554,9 @@ def test_what_is_compiled_ahead_is_what_is_launched(dtype, masters, monkeypatch)
 def test_the_kernels_norm_is_that_of_all_elements():
     tensors = drawn_columns(torch.float32, torch.bfloat16, MANY).gradients
     expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
-    assert module._norm_by_kernel(tensors).item() == pytest.approx(expected.item(), rel=1e-6)
+    assert module.gradient_norm_by_kernel(tensors).item() == pytest.approx(
+        expected.item(), rel=1e-6
+    )
 
 
 def test_a_call_has_at_most_16_tensors_and_those_of_odd_sizes_come_last():
@@ -586,7 +588,7 @@ def launches(monkeypatch):
 
 def test_a_norm_by_kernels_is_of_the_sums_of_all_programs(launches):
     sizes = [8192, 8193, *[1] * 16]
-    norm = module._norm_by_kernel([torch.ones(size) for size in sizes])
+    norm = module.gradient_norm_by_kernel([torch.ones(size) for size in sizes])
     assert [grid for grid, _ in launches] == [(17,), (2,)]
     assert norm.item() == pytest.approx((2.0 * 19) ** 0.5)
 
@@ -944,6 +946,6 @@ def test_the_kernel_writes_the_new_weights_to_every_copy(masters):
     (weight,) = columns.weights
     copies = [torch.zeros_like(weight) for _ in range(3)]
     before = weight.clone()
-    module._update_by_kernel(*columns, **SCALARS, skip=None, copies=copies)
+    module.update_by_kernel(*columns, **SCALARS, skip=None, copies=copies)
     assert not torch.equal(weight, before)
     assert all(torch.equal(copy, weight) for copy in copies)

@@ -593,7 +593,7 @@ optimizer = MasterAdamW(model.parameters(), lr=5e-5, max_norm=1.0)  # from qa_li
     gain=Gain(adds="E-masters", over="E-bf16", than="autocast to bf16"),
 )
 def fp32_masters():
-    from qa_lib.train.master_adamw import halves, master_of
+    from qa_lib.kernels.adamw import halves, master_of
 
     return [master_of, halves]
 
@@ -612,7 +612,7 @@ optimizer = MasterAdamW(model.parameters(), lr=5e-5, moments=torch.bfloat16)  # 
 """,
 )
 def bf16_moments():
-    from qa_lib.train.master_adamw import update, upper
+    from qa_lib.kernels.adamw import update, upper
 
     return [update, upper]
 
@@ -645,7 +645,7 @@ optimizer = MasterAdamW(model.parameters(), lr=5e-5, masters=False)  # from qa_l
 """,
 )
 def rounded_weights():
-    from qa_lib.train.master_adamw import update, weight_noise
+    from qa_lib.kernels.adamw import update, weight_noise
 
     return [update, weight_noise]
 
@@ -659,7 +659,7 @@ def rounded_weights():
     ),
 )
 def rounded_weights_with_8_bits():
-    from qa_lib.train.master_adamw import coded_moments, weight_noise
+    from qa_lib.kernels.adamw import coded_moments, weight_noise
 
     return [coded_moments, weight_noise]
 
