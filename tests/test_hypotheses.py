@@ -65,13 +65,14 @@ def test_steps_halve_where_each_gpu_has_as_many_samples():
     assert first.text == "P0: 4,000 on 1, 2,000 on 2, 1,001 on 4 GPUs"
 
 
-def test_only_runs_count_of_as_many_samples_a_gpu_as_most_have():
+@pytest.mark.parametrize("batch", [32, 512])
+def test_only_runs_count_of_as_many_samples_a_gpu_as_most_have(batch):
     usual = [
         planned(name, world, 16 * world, 4000 / world)
         for name in (DDP, DEEPSPEED)
         for world in (1, 2)
     ]
-    other = planned(DDP, 4, 512, 125)
+    other = planned(DDP, 4, batch, 125)
     parts = hypotheses.steps_halve(gpu_runs(*usual, other))
     assert signs_of(parts) == [HOLDS, HOLDS]
     assert "on 4" not in parts["P0: steps × GPUs within 1 %"].text

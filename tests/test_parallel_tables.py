@@ -132,7 +132,7 @@ def measured_runs(data_parallel_micro_batch):
 
     return gpu_runs(
         line(STACK, 1, 128, 1000, **peak(8)),
-        line(STACK, 1, 128, 1000, batch=256, **peak(8)),
+        line(STACK, 1, 128, 1000, batch=256, **peak(5)),
         line("P-ddp", 2, data_parallel_micro_batch, 1900, **peak(6)),
         line("P-1f1b", 2, 64, 1500, **peak(3), **waits),
     )
