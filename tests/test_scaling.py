@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import math
 from types import SimpleNamespace
 
@@ -12,6 +11,7 @@ import pytest
 
 from qa_lib.lab.report import (
     curves,
+    evidence,
     noise_scale,
     scaling,
     tradeoffs,
@@ -20,7 +20,7 @@ from qa_lib.lab.report.evidence import NotMeasured, load_runs, select
 from qa_lib.lab.report.stats import interval
 from qa_lib.lab.report.variants_table import lead
 from qa_lib.spec.variants import RECOMMENDED
-from tests.material import ROOT, refused
+from tests.material import refused
 from tests.report_runs import gpu_runs, make
 from tests.tiny import H200
 
@@ -327,15 +327,7 @@ def test_a_speed_that_scatters_has_no_part_in_the_lead(tmp_path):
     assert sentence.endswith(" by ×2.00 at 32, ×2.00 at 64 samples in a forward pass.")
 
 
-# What the notebooks compute.
-
-
-def run_cell(notebook, cell_id, **names):
-    """Run a cell of a notebook, up to the line that reads what other cells made; its names."""
-    cells = json.loads((ROOT / "notebooks" / f"{notebook}.ipynb").read_text())["cells"]
-    (source,) = ["".join(cell["source"]) for cell in cells if cell["id"] == cell_id]
-    exec(source.split("own, ok, inf")[0], names)
-    return names
+# The laws of a score.
 
 
 @pytest.mark.parametrize(("constants", "rest"), [(2, 0.0), (3, 0.7)])
@@ -344,13 +336,6 @@ def test_the_fitted_law_is_the_one_that_made_the_losses(constants, rest):
     law = tradeoffs.fit(sizes, 30 * sizes**-0.25 + rest, constants)
     assert (law.b, law.c) == pytest.approx((0.25, rest), rel=1e-3)
     assert law(1e9) == pytest.approx(30 * 1e9**-0.25 + rest, rel=1e-3)
-
-
-def test_the_slides_formula_falls_where_losses_are_told_again():
-    cell = run_cell("multi_gpu", "artefact", np=np, pd=pd)
-    loss = pd.Series(np.tile([1.0, 2.0], 100))
-    assert cell["formula"](loss, 10) == pytest.approx(0.1)
-    assert cell["formula"](cell["repeated"](loss), 10) == 0.0
 
 
 # Lines of several GPUs, of runs that are columns alone.
@@ -669,6 +654,11 @@ def test_the_most_batches_are_different_ones(logs):
 def test_samples_are_counted_to_the_loss_that_the_worst_run_ends_with(logs):
     _, loss = noise_scale.batch_worth(logs.assign(log=[log_of(96.0), log_of(96.0, least=2.0)]))
     assert loss == pytest.approx(np.linspace(4, 2, 200)[-20:].mean())
+
+
+def test_a_run_of_so_many_steps_is_no_training_by_epochs():
+    runs = pd.DataFrame({"run_id": ["speed", "whole"], evidence.EPOCHS: [None, 2.0]})
+    assert noise_scale.trained_by_epochs(runs)["run_id"].tolist() == ["whole"]
 
 
 def test_logs_are_of_runs_that_ended_ok_at_a_batch_and_took_more_than_100_steps():

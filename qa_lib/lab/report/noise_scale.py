@@ -19,6 +19,12 @@ REFERENCE = Preset.effective_batch
 FEW_STEPS = 100
 
 
+def trained_by_epochs(runs: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs whose training was so many epochs; others measure speed, and learn little."""
+    epochs = evidence.numbers(runs, {"epochs": evidence.EPOCHS})["epochs"]
+    return runs[epochs.notna()]
+
+
 def logs_of(runs: pd.DataFrame) -> pd.DataFrame:
     """Return the logs of a group's runs that ended ok, a line for each of more than FEW_STEPS.
 
