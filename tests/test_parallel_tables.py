@@ -146,7 +146,9 @@ def test_the_conclusions_have_the_numbers_of_both_kinds(monkeypatch):
         "  75.0 % of what as many GPUs make alone."
     )
     assert "P-1f1b on 2 GPUs takes 3.00 GiB a GPU at batch 512 and micro-batch 64, and" in divided
-    assert divided.endswith("A GPU waits for 25.0 % of a step, 20.0 % by the formula.")
+    assert divided.endswith(
+        "With P-1f1b at 512 samples a GPU waits for 25.0 % of a step, 20.0 % by the formula."
+    )
     assert batch.endswith("  32 has efficiency 1, batch 64 has 0.75 (0.80 by φ).")
     assert together.endswith("Each step takes 512 samples.")
 

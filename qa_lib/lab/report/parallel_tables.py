@@ -147,8 +147,9 @@ def conclusions(runs: pd.DataFrame, learnt: pd.DataFrame) -> str:
         f"  {percent(divided['strong'])} of what as many GPUs make alone.",
         "- **A pipeline is for a model that does not fit on one GPU**, or a way between the GPUs "
         "that is too slow for gradients.\n"
-        f"  {memory} A GPU waits for {percent(pipeline['bubble'])} of a step, "
-        f"{percent(pipeline['bubble_formula'])} by the formula.",
+        f"  {memory} With {pipeline['variant']} at {pipeline['batch']} samples a GPU waits for "
+        f"{percent(pipeline['bubble'])} of a step, {percent(pipeline['bubble_formula'])} by the "
+        "formula.",
         "- **A larger batch keeps GPUs busy and learns less from each sample.** Where a batch of\n"
         f"  {REFERENCE} has efficiency 1, {', '.join(shares)}.",
         f"- **Together:** {scaling.projected_words(projected)} Each step takes "
