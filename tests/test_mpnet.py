@@ -18,11 +18,12 @@ from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.meter import MIB
 from qa_lib.model import mpnet
-from qa_lib.model.attention import attention_name, use_varlen_attention
 from qa_lib.model.bert_layers import original_name
 from qa_lib.model.build import build_model
 from qa_lib.model.load import read_config
 from qa_lib.model.packed import Packed
+from qa_lib.model.packed_attention import attention_name
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.peers import mpnet as rival
 from qa_lib.peers.mpnet import MPNet, bucket_of
 from qa_lib.score.predict import ask, load_qa_model

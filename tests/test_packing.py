@@ -14,9 +14,9 @@ from transformers import BertConfig, BertForQuestionAnswering
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.data.packing import CALLS, EvenBatches, PackedBatches, deal, few_limits
-from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of, segment_loss, span_loss
+from qa_lib.model.packed_attention import KERNELS, Segments
 from qa_lib.run.fit import fit, train
 from qa_lib.train.compile import LossOf
 from tests.kernels import DEVICE, relative, replayed, with_gradients

@@ -21,9 +21,9 @@ from qa_lib.kernels.varlen_reference import (
     threshold_in_8_bits,
 )
 from qa_lib.model.architectures import layers_of
-from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import HashDropout, renew
+from qa_lib.model.hash_dropout import HashDropout, renew
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.spec.machine import Machine
 from tests.kernels import (
     CHECKS,

@@ -5,8 +5,8 @@ concatenates samples instead, isolated from one another. Here a micro-batch keep
 samples, so that the training stays the same: samples are dealt to micro-batches so that all have
 nearly the same number of tokens (`deal`), and each is one packed sequence of `budget` tokens, the
 same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with
-hardly any padding. Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and
-loss as well (model/packed.py).
+hardly any padding. Attention runs within segments (`cu_seqlens`, model/packed_attention.py),
+softmax and loss as well (model/packed.py).
 
 The kernel that a T4 has takes only segments of equal length. Copying samples to where each is as
 long as that kernel wants it, in both passes of every layer, would move three times the bytes that

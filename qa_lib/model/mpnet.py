@@ -12,7 +12,7 @@ in one's own code (own/speed_up.py) any head stays as it is, over `change_backbo
 
 Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
 attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
-it by distance (model/attention.py, kernels/varlen_attention.py).
+it by distance (packed_attention.py, kernels/varlen_attention.py).
 """
 
 import torch

@@ -2,7 +2,7 @@
 
 Variants E-packed and on have it. data/packing.py says why samples are packed and how. A model must
 then do three things that it does not do by itself: count positions from the start of each sample,
-keep attention within it (model/attention.py), and take the softmax of the loss over it alone. The
+keep attention within it (packed_attention.py), and take the softmax of the loss over it alone. The
 loss is then that of padded batches, and a test holds it to that.
 
 `Packed` is the whole model; a `ModelStage` is some of its layers, for a pipeline's stages and for
@@ -22,7 +22,7 @@ from qa_lib.model.architectures import (
     heads_of,
     layers_of,
 )
-from qa_lib.model.attention import Segments
+from qa_lib.model.packed_attention import Segments
 
 REGION = 3  # layers that are compiled as one
 
