@@ -20,6 +20,16 @@ from qa_lib.kernels.fp8 import cast_ahead, fp8_linear, fp8_linear_and_placeholde
 from qa_lib.kernels.gelu import fp8_feed_forward, fp8_feed_forward_and_placeholder
 from qa_lib.model.architectures import encoder_of, layers_of
 
+
+def is_float8(module: nn.Module | None) -> bool:
+    """Return whether the GEMMs of a linear layer are in 8 bits; of no layer, None, they are not.
+
+    Such a layer says so by its attribute `float8`. An encoder's have it from their class, and
+    GPT-2's get it one by one. Other modules have none.
+    """
+    return getattr(module, "float8", False)
+
+
 # The copy in 8 bits of a linear layer's input.
 
 
@@ -76,6 +86,8 @@ def _block_or_layer(block: Callable, layer: Callable, x, weight, bias, weight_gr
 class LinearWithoutBias(nn.Linear):
     """nn.Linear with a `bias` that the module around it adds."""
 
+    float8 = False
+
     def forward(self, x):
         return F.linear(x, self.weight)
 
@@ -88,7 +100,7 @@ class Float8Linear(nn.Linear):
     """
 
     adds_bias = True
-    in_8_bits = True
+    float8 = True
     weight_grad8 = False
 
     @property
@@ -120,11 +132,6 @@ def to_float8(linear: nn.Linear) -> None:
 # GPT-2's linear layers, whose weights are [in, out].
 
 
-def in_float8(linear: Conv1D) -> bool:
-    """Return whether the GEMMs of GPT-2's linear layer are in 8 bits."""
-    return getattr(linear, "float8", False)
-
-
 def has_grad8(linear: Conv1D) -> bool:
     """Return whether the gradient of the weight of GPT-2's linear layer has 8 bits as well."""
     return getattr(linear, "weight_grad8", False)
@@ -135,7 +142,7 @@ def conv1d_without_bias(linear: Conv1D, x) -> torch.Tensor:
 
     In 8 bits it does what `float8_linear` does.
     """
-    if in_float8(linear):
+    if is_float8(linear):
         return float8_linear(x, linear.weight.t(), weight_grad8=has_grad8(linear))
     return x @ linear.weight
 
@@ -183,11 +190,11 @@ def use_float8_weight_gradients(model: nn.Module) -> None:
     for layer in layers_of(model):
         linears = [layer.get_submodule(name) for name in encoder.linears]
         if encoder.causal:
-            if in_float8(layer.attn.c_attn):
+            if is_float8(layer.attn.c_attn):
                 linears.append(layer.attn.c_attn)
         else:
             qkv = getattr(layer.get_submodule(encoder.self_attention), "qkv", None)
-            if getattr(qkv, "in_8_bits", False):
+            if is_float8(qkv):
                 linears.append(qkv)
         for linear in linears:
             linear.weight_grad8 = True
@@ -223,12 +230,15 @@ def cast_weights(model: nn.Module) -> None:
     """Cast the weights of an encoder's linear layers in 8 bits, all of one shape at once.
 
     The loop calls it before each forward pass, which takes these copies. It does nothing to other
-    models, nor on a CPU. Modules whose GEMMs are in 8 bits say so by `in_8_bits`.
+    models, nor on a CPU. GPT-2's linear layers are no nn.Linear: they multiply by a view of their
+    weight, which would not have the copies.
     """
     by_shape = {}
     for module in model.modules():
-        weight = getattr(module, "weight", None)
-        if getattr(module, "in_8_bits", False) and weight.is_cuda and weight.is_contiguous():
+        if not isinstance(module, nn.Linear) or not is_float8(module):
+            continue
+        weight = module.weight
+        if weight.is_cuda and weight.is_contiguous():
             by_shape.setdefault(weight.shape, []).append(weight)
     with torch.no_grad():
         for weights in by_shape.values():

@@ -19,7 +19,7 @@ from transformers.pytorch_utils import Conv1D
 from qa_lib.errors import UserError
 from qa_lib.kernels.fused_norm import fused_add_norm
 from qa_lib.kernels.varlen_attention import varlen_attention, varlen_attention_and_copy
-from qa_lib.model.float8_layers import float8_conv1d, has_grad8, in_float8, leave_copy
+from qa_lib.model.float8_layers import float8_conv1d, has_grad8, is_float8, leave_copy
 from qa_lib.model.fused_norms import use_embedding_kernels
 from qa_lib.model.hash_dropout import HashDropout, hash_dropout_for
 from qa_lib.spec.rules import unfit_heads
@@ -48,7 +48,7 @@ class FusedDecoder(GPT2Model):
                 hidden,
                 block.attn.resid_dropout,
                 norm=block.ln_2,
-                copies=in_float8(block.mlp.c_fc),
+                copies=is_float8(block.mlp.c_fc),
             )
             inner = block.mlp.act(block.mlp.c_fc(normed))
             hidden, normed = _add_norm(
@@ -57,7 +57,7 @@ class FusedDecoder(GPT2Model):
                 hidden,
                 block.mlp.dropout,
                 norm=next_norm,
-                copies=in_float8(next_linear),
+                copies=is_float8(next_linear),
             )
         return BaseModelOutputWithPastAndCrossAttentions(normed)
 
@@ -86,7 +86,7 @@ class FusedDecoder(GPT2Model):
         linear = attention.c_attn
         bias = linear.bias.detach()
         placeholder = None
-        if in_float8(linear):
+        if is_float8(linear):
             qkv, placeholder = float8_conv1d(linear, normed, bias)
         else:
             qkv = torch.addmm(bias, normed.flatten(0, 1), linear.weight)
@@ -108,7 +108,7 @@ class FusedDecoder(GPT2Model):
             *inputs, placeholder=placeholder, grad8_alone=has_grad8(linear), causal=True
         )
         attended = attended.reshape(batch, length, width)
-        if in_float8(attention.c_proj):
+        if is_float8(attention.c_proj):
             leave_copy(attended, attended8)
         return attended
 
@@ -120,7 +120,7 @@ def _add_norm(x, linear: Conv1D, hidden, dropout: HashDropout, norm: nn.LayerNor
     e4m3 copy, if it `copies`.
     """
     placeholder = None
-    if in_float8(linear):
+    if is_float8(linear):
         product, placeholder = float8_conv1d(linear, x, None)
     else:
         product = x @ linear.weight

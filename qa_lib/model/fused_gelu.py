@@ -14,10 +14,9 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.float8_layers import (
-    Float8Linear,
     LinearWithoutBias,
     conv1d_without_bias,
-    in_float8,
+    is_float8,
     take_copy,
 )
 
@@ -36,7 +35,7 @@ class FusedIntermediate(nn.Module):
         self.dense.__class__ = LinearWithoutBias
 
     def forward(self, hidden_states: torch.Tensor):
-        if isinstance(self.dense, Float8Linear):
+        if is_float8(self.dense):
             copy = take_copy(hidden_states)
             return hidden_states, copy, self.dense.weight, self.dense.bias, False
         return gelu(self.dense(hidden_states), self.dense.bias)
@@ -47,7 +46,7 @@ class Conv1DGelu(Conv1D):
 
     def forward(self, x):
         # Out of training the next layer is transformers' own: this one cannot leave it its work.
-        if in_float8(self) and self.training:
+        if is_float8(self) and self.training:
             return x, take_copy(x), self.weight.t(), self.bias, True
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 

@@ -13,7 +13,7 @@ from torch import nn
 from qa_lib.kernels.embedding_gradient import embedding
 from qa_lib.kernels.fused_norm import fused_norm
 from qa_lib.model.architectures import embeddings_of, encoder_of, layers_of
-from qa_lib.model.float8_layers import Float8Linear, LinearWithoutBias, leave_copy
+from qa_lib.model.float8_layers import LinearWithoutBias, is_float8, leave_copy
 
 
 class FusedOutput(nn.Module):
@@ -39,7 +39,7 @@ class FusedOutput(nn.Module):
         an attribute `residual`, since transformers' layers hand on one tensor.
         """
         norm = self.LayerNorm
-        if isinstance(self.dense, Float8Linear):
+        if is_float8(self.dense):
             product, placeholder = self.dense.with_placeholder(hidden_states)
             grad8_alone = self.dense.reads_grad8_alone
         else:

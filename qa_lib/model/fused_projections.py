@@ -37,7 +37,7 @@ class BiasDeferredLinear(nn.Linear):
 class Float8BiasDeferredLinear(BiasDeferredLinear):
     """A BiasDeferredLinear for bf16 inputs and weights whose GEMMs are in 8-bit floats."""
 
-    in_8_bits = True
+    float8 = True
     weight_grad8 = False
 
     @property
