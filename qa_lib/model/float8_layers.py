@@ -1,15 +1,16 @@
 """Linear layers whose GEMMs are in 8-bit floats (kernels/fp8.py): variants E-fp8, L-fp8 and more.
 
 Whoever makes a linear layer's input may leave a copy of it in e4m3, as an attribute of that input,
-since transformers' layers hand on one tensor: `leave_copy`, `take_copy`. A feed-forward block is
-computed as a whole: its first linear layer hands its own arguments to the second, which does the
-work of both. An encoder's layers become Float8Linears. GPT-2's stay Conv1Ds, for evaluation and
-generation are transformers' own; its fused training pass (fused_decoder.py) asks whether they are
-to be in 8 bits. Weights stay in bf16 and keep their names, so that a checkpoint looks like any
-other.
+since transformers' layers hand on one tensor: `leave_copy`, `take_copy`. A feed-forward block with
+the sigmoid GELU is computed as a whole: its first linear layer hands its own arguments to the
+second, a DeferredFirstHalf, and the second does the work of both.
+
+An encoder's layers become Float8Linears. GPT-2's stay Conv1Ds, for evaluation and generation are
+transformers' own; its fused training pass (fused_decoder.py) asks whether they are to be in 8 bits.
+Weights stay in bf16 and keep their names, so that a checkpoint looks like any other.
 """
 
-from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -51,33 +52,66 @@ def take_copy(x: torch.Tensor) -> torch.Tensor | None:
 # A linear layer in 8 bits, by itself or with the one before it.
 
 
-def float8_linear(
-    x, weight: torch.Tensor, bias: torch.Tensor | None = None, weight_grad8: bool = False
-) -> torch.Tensor:
-    """Apply fp8_linear, or a whole feed-forward block in 8-bit floats.
+class DeferredFirstHalf(NamedTuple):
+    """The first half of a feed-forward block, a linear layer and GELU, that is not computed yet.
 
-    It is the block if the first of its linear layers has returned its own arguments as `x`, a
-    tuple, and left its work to this one, the second.
+    The first linear layer returns it where hidden states would be, and transformers' modules hand
+    it on as such to the second, which computes both halves.
     """
-    return _block_or_layer(fp8_feed_forward, fp8_linear, x, weight, bias, weight_grad8)
+
+    # The block's input [..., width], and its e4m3 copy if one was left with it.
+    x: torch.Tensor
+    x8: torch.Tensor | None
+    # The first linear layer: its weight [inner, width] and its bias [inner].
+    weight: torch.Tensor
+    bias: torch.Tensor
+    # Whether GELU is the approximation by tanh.
+    tanh: bool
+
+
+def float8_linear(
+    x: torch.Tensor | DeferredFirstHalf,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    weight_grad8: bool = False,
+) -> torch.Tensor:
+    """Apply a linear layer in 8-bit floats, and before it the first half of its block.
+
+    The first half is applied where `x` is that half, with what it would have been applied to.
+    """
+    if isinstance(x, DeferredFirstHalf):
+        return fp8_feed_forward(
+            x.x,
+            x.weight,
+            x.bias,
+            x.tanh,
+            down=weight,
+            last=bias,
+            x8=x.x8,
+            weight_grad8=weight_grad8,
+        )
+    return fp8_linear(x, weight, bias, take_copy(x), weight_grad8)
 
 
 def float8_linear_and_placeholder(
-    x, weight: torch.Tensor, bias: torch.Tensor | None, weight_grad8: bool
+    x: torch.Tensor | DeferredFirstHalf,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    weight_grad8: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Do what `float8_linear` does, and return a placeholder for the result's gradient as well."""
-    block, layer = fp8_feed_forward_and_placeholder, fp8_linear_and_placeholder
-    return _block_or_layer(block, layer, x, weight, bias, weight_grad8)
-
-
-def _block_or_layer(block: Callable, layer: Callable, x, weight, bias, weight_grad8: bool):
-    """Return what `block` or `layer` returns; the other arguments are those of float8_linear."""
-    if not isinstance(x, tuple):
-        return layer(x, weight, bias, take_copy(x), weight_grad8)
-    inputs, inputs8, up, up_bias, tanh = x
-    return block(
-        inputs, up, up_bias, tanh, down=weight, last=bias, x8=inputs8, weight_grad8=weight_grad8
-    )
+    if isinstance(x, DeferredFirstHalf):
+        return fp8_feed_forward_and_placeholder(
+            x.x,
+            x.weight,
+            x.bias,
+            x.tanh,
+            down=weight,
+            last=bias,
+            x8=x.x8,
+            weight_grad8=weight_grad8,
+        )
+    return fp8_linear_and_placeholder(x, weight, bias, take_copy(x), weight_grad8)
 
 
 # An encoder's linear layers.
@@ -223,6 +257,7 @@ def copy_operands(model: nn.Module, feed_forward: bool, projections: bool) -> No
     for layer in layers:
         layer.get_submodule(before_feed_forward).copies = feed_forward
         layer.get_submodule(before_projections).copies = projections
+    # What comes after the last layer is the head, which is not in 8 bits: nobody would take a copy.
     last_layer.get_submodule(before_feed_forward).copies = feed_forward
 
 

@@ -14,6 +14,7 @@ from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.float8_layers import (
+    DeferredFirstHalf,
     LinearWithoutBias,
     conv1d_without_bias,
     is_float8,
@@ -25,8 +26,8 @@ class FusedIntermediate(nn.Module):
     """A layer's intermediate, as transformers calls it: linear layer, bias and GELU.
 
     The linear layer is `dense`, by the same name. GELU is that of kernels/gelu.py, to a fraction of
-    half precision's rounding. After use_float8 it leaves all of that to the next linear layer (see
-    float8_linear).
+    half precision's rounding. After use_float8 it leaves all of that to the next linear layer, as a
+    DeferredFirstHalf.
     """
 
     def __init__(self, native: nn.Linear):
@@ -34,20 +35,22 @@ class FusedIntermediate(nn.Module):
         self.dense = native
         self.dense.__class__ = LinearWithoutBias
 
-    def forward(self, hidden_states: torch.Tensor):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor | DeferredFirstHalf:
         if is_float8(self.dense):
             copy = take_copy(hidden_states)
-            return hidden_states, copy, self.dense.weight, self.dense.bias, False
+            return DeferredFirstHalf(
+                hidden_states, copy, self.dense.weight, self.dense.bias, tanh=False
+            )
         return gelu(self.dense(hidden_states), self.dense.bias)
 
 
 class Conv1DGelu(Conv1D):
     """A linear layer of GPT-2 with its bias and the approximation of GELU by tanh."""
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor | DeferredFirstHalf:
         # Out of training the next layer is transformers' own: this one cannot leave it its work.
         if is_float8(self) and self.training:
-            return x, take_copy(x), self.weight.t(), self.bias, True
+            return DeferredFirstHalf(x, take_copy(x), self.weight.t(), self.bias, tanh=True)
         return gelu(conv1d_without_bias(self, x), self.bias, tanh=True)
 
 
