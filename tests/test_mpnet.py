@@ -474,7 +474,7 @@ def test_its_memory_is_berts_and_that_of_the_mask(folder, tmp_path):
 
 def test_packed_samples_take_no_memory_for_a_mask(folder):
     spec = planned("E-uncompiled", model=folder, machine=gpu_of(90))
-    assert StepMemory(spec, tokens=1000).bias_mask() == 0
+    assert StepMemory(spec, tokens=1000).distance_bias_mask() == 0
 
 
 def test_the_layers_have_the_activation_of_the_configuration(folder):

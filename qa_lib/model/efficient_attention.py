@@ -22,7 +22,7 @@ def efficient(qkv, segments, dropout, scale):
     then its forward pass drops out by another pattern than its backward pass (it begins every
     segment and head at the same random number), and training fails without a word.
     """
-    outputs = _efficient(qkv, segments.bias, segments.limits, dropout, scale)
+    outputs = _efficient(qkv, segments.padding_mask, segments.limits, dropout, scale)
     return outputs[0]
 
 
@@ -52,10 +52,10 @@ def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
     return heads.transpose(1, 2)
 
 
-def _score_bias(bias: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
-    """Return the bias of keys [segments x limit] for scores [segments, heads, limit, limit]."""
+def _score_mask(padding_mask: torch.Tensor, shape: tuple[int, int], heads: int) -> torch.Tensor:
+    """Return the mask of keys [segments x limit] for scores [segments, heads, limit, limit]."""
     segments, limit = shape
-    return bias.view(segments, 1, 1, limit).expand(-1, heads, limit, -1)
+    return padding_mask.view(segments, 1, 1, limit).expand(-1, heads, limit, -1)
 
 
 def _logsumexp_length(limit: int) -> int:
@@ -63,7 +63,7 @@ def _logsumexp_length(limit: int) -> int:
     return -(-limit // LOGSUMEXP_ALIGN) * LOGSUMEXP_ALIGN
 
 
-_OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
+_OPTIONS = "Tensor padding_mask, SymInt[] limits, float dropout, float scale"
 
 
 # Operators of their own, which the compiler does not look into: it would trace a dozen calls in
@@ -74,10 +74,10 @@ _OPTIONS = "Tensor bias, SymInt[] limits, float dropout, float scale"
     tags=(torch.Tag.nondeterministic_seeded,),
     schema=f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
-def _efficient(qkv, bias, limits, dropout, scale):
+def _efficient(qkv, padding_mask, limits, dropout, scale):
     """Return the output, and for the backward pass logsumexp, and seed and offset of each run."""
     heads = qkv.shape[2]
-    bias = bias.to(qkv.dtype)
+    padding_mask = padding_mask.to(qkv.dtype)
     outputs = []
     logsumexps = []
     seeds = []
@@ -88,7 +88,7 @@ def _efficient(qkv, bias, limits, dropout, scale):
             query,
             key,
             value,
-            attn_bias=_score_bias(bias[part], shape, heads),
+            attn_bias=_score_mask(padding_mask[part], shape, heads),
             compute_log_sumexp=True,
             dropout_p=dropout,
             scale=scale,
@@ -106,7 +106,7 @@ def _efficient(qkv, bias, limits, dropout, scale):
 
 
 @_efficient.register_fake
-def _(qkv, bias, limits, dropout, scale):
+def _(qkv, padding_mask, limits, dropout, scale):
     tokens, _, heads, width = qkv.shape
     output = qkv.new_empty(tokens, heads, width)
     entries = heads * sum(map(_logsumexp_length, limits))
@@ -121,10 +121,12 @@ def _(qkv, bias, limits, dropout, scale):
     schema="(Tensor grad, Tensor qkv, Tensor output, Tensor logsumexp, Tensor seeds, "
     f"Tensor offsets, {_OPTIONS}) -> Tensor",
 )
-def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limits, dropout, scale):
+def _efficient_backward(
+    grad, qkv, output, logsumexp, seeds, offsets, padding_mask, limits, dropout, scale
+):
     """Return the gradient of `qkv`, [tokens, 3, heads, width]."""
     heads = qkv.shape[2]
-    bias = bias.to(qkv.dtype)
+    padding_mask = padding_mask.to(qkv.dtype)
     qkv_grad = qkv.new_empty(qkv.shape)
     grad = grad.contiguous()
     runs = _equal_limits(limits)
@@ -141,7 +143,7 @@ def _efficient_backward(grad, qkv, output, logsumexp, seeds, offsets, bias, limi
             query,
             key,
             value,
-            attn_bias=_score_bias(bias[part], shape, heads),
+            attn_bias=_score_mask(padding_mask[part], shape, heads),
             out=_heads_first(output[part], shape),
             logsumexp=run_logsumexp.view(segments, heads, -1),
             philox_seed=seed,
@@ -161,8 +163,8 @@ def _(grad, qkv, *_):
 
 
 def _setup_context(ctx, inputs, output):
-    qkv, bias, *ctx.options = inputs
-    ctx.save_for_backward(qkv, *output, bias)
+    qkv, padding_mask, *ctx.options = inputs
+    ctx.save_for_backward(qkv, *output, padding_mask)
 
 
 def _backward(ctx, grad, *_):

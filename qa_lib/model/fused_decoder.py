@@ -84,12 +84,12 @@ class FusedDecoder(GPT2Model):
         """Attend by kernels/varlen_attention.py, which gives the projections' bias its gradient."""
         batch, length, width = normed.shape
         linear = attention.c_attn
-        bias = linear.bias.detach()
+        qkv_bias = linear.bias.detach()
         placeholder = None
         if is_float8(linear):
-            qkv, placeholder = float8_conv1d(linear, normed, bias)
+            qkv, placeholder = float8_conv1d(linear, normed, qkv_bias)
         else:
-            qkv = torch.addmm(bias, normed.flatten(0, 1), linear.weight)
+            qkv = torch.addmm(qkv_bias, normed.flatten(0, 1), linear.weight)
         cu_seqlens = torch.arange(
             0, batch * length + 1, length, dtype=torch.int32, device=normed.device
         )

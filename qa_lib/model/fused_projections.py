@@ -93,7 +93,7 @@ class FusedSelfAttention(nn.Module):
         return separate
 
     def project(self, hidden_states, is_packed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return query, key and value [batch, tokens, 3, heads, width], and a bias or None.
+        """Return query, key and value [batch, tokens, 3, heads, width], and `qkv_bias` or None.
 
         It is the bias that is in them already and whose gradient is left to the attention kernel.
         """
@@ -112,9 +112,10 @@ class FusedSelfAttention(nn.Module):
         attention's weights, which are None unless it is eager.
         """
         shape = hidden_states.shape[:-1]
-        qkv, bias = self.project(hidden_states, is_packed=kwargs.get("segments") is not None)
-        if bias is not None:
-            kwargs["bias"] = bias
+        is_packed = kwargs.get("segments") is not None
+        qkv, qkv_bias = self.project(hidden_states, is_packed)
+        if qkv_bias is not None:
+            kwargs["qkv_bias"] = qkv_bias
         query, key, value = qkv.transpose(1, 3).unbind(2)
         attention = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
@@ -154,7 +155,7 @@ class Float8SelfAttention(FusedSelfAttention):
             seed=self.dropout.seed,
             dropout=self.dropout.p if self.training else 0.0,
             scale=self.scaling,
-            relative=segments.relative,
+            distance_bias=segments.distance_bias,
             placeholder=placeholder,
             grad8_alone=self.qkv.reads_grad8_alone,
         )

@@ -26,8 +26,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from qa_lib.kernels.varlen_attention import RelativeBias, varlen_attention
-from qa_lib.kernels.varlen_reference import relative_scores, segment_of
+from qa_lib.kernels.varlen_attention import BiasByDistance, varlen_attention
+from qa_lib.kernels.varlen_reference import biases_of_scores, segment_of
 from qa_lib.model.efficient_attention import efficient
 from qa_lib.model.hash_dropout import HashDropout
 
@@ -38,12 +38,12 @@ class Segments(NamedTuple):
     # int32 [segments + 1]: where each segment begins and the last one ends.
     cu_seqlens: torch.Tensor
     # At most so many tokens in each segment, the same for every packed sequence of a run. With a
-    # bias, exactly so many.
+    # padding mask, exactly so many.
     limits: list[int]
     # float32 [tokens], -inf where a segment is padded; for the kernel that wants that.
-    bias: torch.Tensor | None = None
+    padding_mask: torch.Tensor | None = None
     # The bias of scores by distance, in a model that has one.
-    relative: RelativeBias | None = None
+    distance_bias: BiasByDistance | None = None
 
 
 # The kernels.
@@ -80,11 +80,11 @@ def blockmask(query, key, value, segments, dropout, scale, window=None):
     if window is not None:
         place = torch.arange(len(segment), device=segment.device)
         mask &= (place[:, None] - place).abs() <= window
-    if segments.relative is not None:
+    if segments.distance_bias is not None:
         place = torch.arange(len(segment), device=segment.device) - segments.cu_seqlens[segment]
-        relative = segments.relative
-        bias = relative_scores(relative.weight, relative.buckets, place)
-        mask = bias.masked_fill(~mask, -torch.inf).to(query.dtype)
+        distance_bias = segments.distance_bias
+        biases = biases_of_scores(distance_bias.weight, distance_bias.buckets, place)
+        mask = biases.masked_fill(~mask, -torch.inf).to(query.dtype)
     query, key, value = (t.transpose(0, 1)[None] for t in (query, key, value))
     output = F.scaled_dot_product_attention(query, key, value, mask, dropout, scale=scale)
     return output[0].transpose(0, 1)
@@ -116,15 +116,15 @@ def _interface(kernel):
         scaling=None,
         segments=None,
         qkv=None,
-        bias=None,
+        qkv_bias=None,
         sliding_window=None,
         **kwargs,
     ):
         """Attend for tensors [1, heads, tokens, width]; return [1, tokens, heads, width] and None.
 
-        A `bias` that is in `qkv` gets its gradient from varlen_attention, whose modules have a
-        HashDropout. `sliding_window` counts the token itself and those on one side of it. Batches
-        without segments, which evaluation has, are padded ones and go to SDPA.
+        `qkv_bias`, which is in `qkv` already, gets its gradient from varlen_attention, whose
+        modules have a HashDropout. `sliding_window` counts the token itself and those on one side
+        of it. Batches without segments, which evaluation has, are padded ones and go to SDPA.
         """
         if segments is None:
             return sdpa_attention_forward(
@@ -140,13 +140,13 @@ def _interface(kernel):
         if kernel is varlen_attention:
             output = varlen_attention(
                 stack_qkv(query, key, value, qkv),
-                bias,
+                qkv_bias,
                 segments.cu_seqlens,
                 longest=max(segments.limits),
                 seed=module.dropout.seed,
                 dropout=dropout,
                 scale=scaling,
-                relative=segments.relative,
+                distance_bias=segments.distance_bias,
             )
         elif kernel is efficient:
             output = efficient(stack_qkv(query, key, value, qkv), segments, dropout, scaling)
@@ -198,8 +198,8 @@ def quickest_kernel(
             return "block-diagonal"
         if is_prepared:
             return "triton-varlen"
-        has_bias = segments is not None and segments.relative is not None
-        return "block-diagonal" if has_bias else "flash"
+        has_distance_bias = segments is not None and segments.distance_bias is not None
+        return "block-diagonal" if has_distance_bias else "flash"
     return "triton-varlen" if is_prepared else "block-diagonal"
 
 

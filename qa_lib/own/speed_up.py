@@ -295,11 +295,11 @@ class QuickSelfAttention(FusedSelfAttention):
         shape = (3, -1, self.width)
         if not is_packed:
             return self.qkv(hidden_states).unflatten(-1, shape), None
-        weight, bias = self.qkv.weight, self.qkv.bias
-        qkv = F.linear(hidden_states, weight, bias.detach()).unflatten(-1, shape)
+        weight, qkv_bias = self.qkv.weight, self.qkv.bias
+        qkv = F.linear(hidden_states, weight, qkv_bias.detach()).unflatten(-1, shape)
         if quickest_kernel(self, qkv) == "triton-varlen":
-            return qkv, bias
-        return attach_bias_grad(qkv, bias), None
+            return qkv, qkv_bias
+        return attach_bias_grad(qkv, qkv_bias), None
 
 
 def _keep_layout(attention: FusedSelfAttention) -> None:
