@@ -125,7 +125,7 @@ def call_attention(half: torch.dtype, has_fp8: bool) -> None:
     logsumexp = empty(HEADS, TOKENS, dtype=torch.float32)
     cu_seqlens = empty(33, dtype=torch.int32)
     some_bias = empty(3 * WIDTH, dtype=half)
-    relative = {
+    distance_bias = {
         "weight": empty(32, HEADS, dtype=half),
         "buckets": empty(257, dtype=torch.int32),
         "table": empty(HEADS, 257, dtype=torch.float32),
@@ -135,10 +135,13 @@ def call_attention(half: torch.dtype, has_fp8: bool) -> None:
         (None, False, {}, None),
         (some_bias, False, {}, None),
         (some_bias, True, {}, None),
-        (some_bias, False, relative, None),
+        (some_bias, False, distance_bias, None),
     ]
     if has_fp8:
-        cases += [(some_bias, False, {}, placeholder), (some_bias, False, relative, placeholder)]
+        cases += [
+            (some_bias, False, {}, placeholder),
+            (some_bias, False, distance_bias, placeholder),
+        ]
     for bias, causal, others, given in cases:
         options = {"longest": 384, "dropout": 0.1, "scale": 0.125, "causal": causal, **others}
         varlen_attention._attention(qkv, bias, cu_seqlens, seed(), **options, placeholder=given)

@@ -12,7 +12,8 @@ from qa_lib.data.load import batches_of, load_data
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model import architectures
 from qa_lib.model.build import apply_recipe, build_model, save_model, trainable_summary
-from qa_lib.model.fused_blocks import Float8Linear, HashDropout, use_float8
+from qa_lib.model.float8_layers import Float8Linear, use_float8
+from qa_lib.model.hash_dropout import HashDropout
 from qa_lib.model.packed import Packed
 from qa_lib.spec.recipes import RECIPES
 from tests.conftest import slow

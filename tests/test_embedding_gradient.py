@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from qa_lib.kernels import embedding_gradient
 from qa_lib.kernels.embedding_gradient import CHUNK, _Embedding, embedding
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FixedOrderEmbedding
+from qa_lib.model.fused_norms import FixedOrderEmbedding
 from tests.kernels import DEVICE, with_gradients
 from tests.tiny import planned
 

@@ -9,17 +9,13 @@ import torch
 from qa_lib.data.synthetic import TINY_CONFIG
 from qa_lib.kernels import fp8, fused_norm, precompile, varlen_backward
 from qa_lib.kernels.gelu import fp8_feed_forward, gelu
-from qa_lib.model import attention, fused_blocks
+from qa_lib.model import fused_norms, fused_projections
 from qa_lib.model.architectures import layers_of
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import (
-    Float8Linear,
-    FusedIntermediate,
-    FusedOutput,
-    LinearWithoutBias,
-    cast_weights,
-    renew,
-)
+from qa_lib.model.float8_layers import Float8Linear, LinearWithoutBias, cast_weights, leave_copy
+from qa_lib.model.fused_gelu import FusedIntermediate
+from qa_lib.model.fused_norms import FusedOutput
+from qa_lib.model.hash_dropout import renew
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import (
     DEVICE,
@@ -344,16 +340,16 @@ def test_a_padded_batch_gets_the_gradient_of_the_projections_bias_too():
 @pytest.fixture
 def copies_as_on_a_gpu(monkeypatch):
     """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
-    plain_norm = fused_blocks.fused_norm
-    attend = attention_with_copies(attention.varlen_attention_and_copy)
+    plain_norm = fused_norms.fused_norm
+    attend = attention_with_copies(fused_projections.varlen_attention_and_copy)
 
     def norm(x, *rest, placeholder, copies, grad8_alone, **words):
         x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
         output, second, _ = plain_norm(x, *rest, **words)
         return output, second, copy_of(output) if copies else None
 
-    monkeypatch.setattr(fused_blocks, "fused_norm", norm)
-    monkeypatch.setattr(attention, "varlen_attention_and_copy", attend)
+    monkeypatch.setattr(fused_norms, "fused_norm", norm)
+    monkeypatch.setattr(fused_projections, "varlen_attention_and_copy", attend)
 
 
 @pytest.fixture
@@ -501,7 +497,7 @@ def test_without_copies_every_operand_is_cast(casts):
 def test_a_layer_takes_the_copy_of_its_input_once(drawn):
     x, _, _, in_fp8 = drawn
     expected = in_fp8(2 * x)
-    fused_blocks.leave_copy(x, copy_of(2 * x))
+    leave_copy(x, copy_of(2 * x))
     assert torch.equal(in_fp8(x), expected)
     assert not torch.equal(in_fp8(x), expected)
 

@@ -15,15 +15,11 @@ from transformers.models.bert.modeling_bert import BertOutput
 
 from qa_lib.kernels import fp8, fused_norm, gelu, hash_dropout, partial_sums
 from qa_lib.kernels.hash_dropout import _HashDropout
-from qa_lib.model import fused_blocks
+from qa_lib.model import fused_norms
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import (
-    FusedIntermediate,
-    FusedOutput,
-    HashDropout,
-    renew,
-    use_hash_dropout,
-)
+from qa_lib.model.fused_gelu import FusedIntermediate
+from qa_lib.model.fused_norms import FusedOutput
+from qa_lib.model.hash_dropout import HashDropout, renew, use_hash_dropout
 from qa_lib.spec.machine import Machine
 from qa_lib.train.compile import compile_kernels
 from tests.kernels import (
@@ -775,7 +771,7 @@ def test_a_fused_norm_takes_as_its_residual_what_its_input_carries(output_layer,
         seen.append(residual)
         return residual + 1, residual + 2, None
 
-    monkeypatch.setattr(fused_blocks, "fused_norm", noting)
+    monkeypatch.setattr(fused_norms, "fused_norm", noting)
     first = torch.zeros(1, 8, requires_grad=True)
     output = fused(torch.ones(1, 8), first)
     assert torch.equal(output, first + 1)

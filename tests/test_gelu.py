@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, GPT2Config
 from qa_lib.kernels import gelu as gelus
 from qa_lib.kernels.fp8 import E4M3_MAX, E5M2_MAX, in_e4m3, in_e5m2
 from qa_lib.kernels.gelu import gelu
-from qa_lib.model.fused_blocks import FusedIntermediate, use_sigmoid_gelu
+from qa_lib.model.fused_gelu import FusedIntermediate, use_sigmoid_gelu
 from tests.kernels import DEVICE, assert_close, with_gradients
 from tests.material import python, refused
 

@@ -12,9 +12,11 @@ from transformers import AutoModelForCausalLM, AutoModelForQuestionAnswering, Be
 
 from qa_lib.kernels import fp8
 from qa_lib.kernels import linear_cross_entropy as lce
-from qa_lib.model import build
-from qa_lib.model import fused_blocks as blocks
+from qa_lib.model import build, fused_decoder
 from qa_lib.model.build import build_model
+from qa_lib.model.fused_decoder import use_causal_attention, use_fused_decoder
+from qa_lib.model.fused_gelu import use_sigmoid_gelu
+from qa_lib.model.hash_dropout import HashDropout, renew, use_hash_dropout
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
 from qa_lib.spec.variants import VARIANTS
@@ -52,10 +54,10 @@ def decoder(dropout=0.0, seed=0):
 
 
 def with_fused_pass(model, variant):
-    blocks.use_hash_dropout(model)
-    blocks.use_fused_decoder(model)
+    use_hash_dropout(model)
+    use_fused_decoder(model)
     if VARIANTS[variant].settings.attention == "triton-causal":
-        blocks.use_causal_attention(model)
+        use_causal_attention(model)
     return model
 
 
@@ -83,7 +85,7 @@ def windows():
 @pytest.mark.parametrize("variant", ["L-norm", "L-attention"])
 def test_the_fused_pass_is_transformers_own(windows, variant):
     native, fused = decoder(), with_fused_pass(decoder(), variant)
-    blocks.use_sigmoid_gelu(fused)
+    use_sigmoid_gelu(fused)
     wanted = losses_and_gradients(LossOf(native), native, windows)
     found = losses_and_gradients(LossOf(fused), fused, windows)
     assert_same(found, wanted)
@@ -125,23 +127,23 @@ def in_8_bits(variant, dropout=0.25):
     build._transform(model, VARIANTS[variant].settings)
     model = model.bfloat16()
     torch.manual_seed(5)
-    blocks.renew(model)
+    renew(model)
     return model
 
 
 @pytest.fixture
 def copies_as_on_a_gpu(monkeypatch):
     """Norms and attention whose copies in 8 bits are made, too, by plain PyTorch."""
-    plain_norm = blocks.fused_add_norm
-    attend = attention_with_copies(blocks.varlen_attention_and_copy)
+    plain_norm = fused_decoder.fused_add_norm
+    attend = attention_with_copies(fused_decoder.varlen_attention_and_copy)
 
     def norm(x, *rest, placeholder, copies, grad8_alone, **words):
         x = x if placeholder is None else Handed.apply(x, placeholder, grad8_alone)
         total, output, _ = plain_norm(x, *rest, **words)
         return total, output, copy_of(output) if copies else None
 
-    monkeypatch.setattr(blocks, "fused_add_norm", norm)
-    monkeypatch.setattr(blocks, "varlen_attention_and_copy", attend)
+    monkeypatch.setattr(fused_decoder, "fused_add_norm", norm)
+    monkeypatch.setattr(fused_decoder, "varlen_attention_and_copy", attend)
 
 
 @pytest.mark.parametrize("variant", ["L-fp8-uncompiled", "L-fp8-all"])
@@ -328,7 +330,7 @@ def test_a_width_of_heads_that_our_kernel_does_not_take_is_told():
     model.config.n_head = 1
     model.config.n_embd = 48
     said = "attention 'triton-causal' takes heads as wide as a power of 2, 16 or more, and not 48"
-    refused(said, blocks.use_causal_attention, model)
+    refused(said, use_causal_attention, model)
 
 
 def test_a_model_without_a_rival_is_told(tmp_path):
@@ -441,11 +443,9 @@ def test_each_dropout_of_the_fused_pass_has_its_own_rate(windows, variant, rate)
     native.load_state_dict(fused.state_dict(), strict=False)
     dropping = with_fused_pass(native.train(), variant)
     torch.manual_seed(0)
-    blocks.renew(dropping)
+    renew(dropping)
     assert abs(LossOf(dropping)(**windows) - without) > 1e-5
-    rates = {
-        m.p for m in dropping.modules() if isinstance(m, blocks.HashDropout | torch.nn.Dropout)
-    }
+    rates = {m.p for m in dropping.modules() if isinstance(m, HashDropout | torch.nn.Dropout)}
     assert rates == {0.0, 0.3}
 
 

@@ -13,9 +13,9 @@ from qa_lib.lab.search.memory_estimate import estimate
 from qa_lib.lab.search.plan import plan
 from qa_lib.measure.meter import StepFlops
 from qa_lib.model.architectures import ENCODERS, heads_of
-from qa_lib.model.attention import Segments, attention_name, blockmask, flash
 from qa_lib.model.build import build_model, save_model
 from qa_lib.model.packed import Packed
+from qa_lib.model.packed_attention import Segments, attention_name, blockmask, flash
 from qa_lib.score.predict import ask
 from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.rules import lacking

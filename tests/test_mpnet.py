@@ -18,11 +18,12 @@ from qa_lib.lab.search.plan import plan
 from qa_lib.lab.search.step_memory import StepMemory
 from qa_lib.measure.meter import MIB
 from qa_lib.model import mpnet
-from qa_lib.model.attention import attention_name, use_varlen_attention
 from qa_lib.model.bert_layers import original_name
 from qa_lib.model.build import build_model
 from qa_lib.model.load import read_config
 from qa_lib.model.packed import Packed
+from qa_lib.model.packed_attention import attention_name
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.peers import mpnet as rival
 from qa_lib.peers.mpnet import MPNet, bucket_of
 from qa_lib.score.predict import ask, load_qa_model
@@ -473,7 +474,7 @@ def test_its_memory_is_berts_and_that_of_the_mask(folder, tmp_path):
 
 def test_packed_samples_take_no_memory_for_a_mask(folder):
     spec = planned("E-uncompiled", model=folder, machine=gpu_of(90))
-    assert StepMemory(spec, tokens=1000).bias_mask() == 0
+    assert StepMemory(spec, tokens=1000).distance_bias_mask() == 0
 
 
 def test_the_layers_have_the_activation_of_the_configuration(folder):

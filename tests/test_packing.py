@@ -14,9 +14,9 @@ from transformers import BertConfig, BertForQuestionAnswering
 from qa_lib.data.batches import Batches
 from qa_lib.data.load import batches_of
 from qa_lib.data.packing import CALLS, EvenBatches, PackedBatches, deal, few_limits
-from qa_lib.model.attention import KERNELS, Segments
 from qa_lib.model.build import build_model
 from qa_lib.model.packed import Packed, RegionalModel, regions_of, segment_loss, span_loss
+from qa_lib.model.packed_attention import KERNELS, Segments
 from qa_lib.run.fit import fit, train
 from qa_lib.train.compile import LossOf
 from tests.kernels import DEVICE, relative, replayed, with_gradients
@@ -112,10 +112,10 @@ def segments(kind, lengths, limits) -> Segments:
     ends = torch.tensor([0, *np.cumsum(widths)], dtype=torch.int32, device=DEVICE)
     if kind != "efficient":
         return Segments(ends, limits, None)
-    bias = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
+    padding_mask = torch.full((int(ends[-1]),), -torch.inf, device=DEVICE)
     for begin, length in zip(ends, lengths, strict=False):
-        bias[begin : begin + length] = 0
-    return Segments(ends, limits, bias)
+        padding_mask[begin : begin + length] = 0
+    return Segments(ends, limits, padding_mask)
 
 
 def attend(kind, query, key, value, *rest):
@@ -214,11 +214,11 @@ def test_each_sample_has_a_place_that_is_the_same_in_every_packed_sequence(sampl
         padded = Batches(samples, batches.spec).arrays(indices)
         lengths = samples.lengths[indices]
         assert list(np.diff(row["cu_seqlens"])) == batches.limits
-        assert (row["bias"] == 0).sum() == lengths.sum()
+        assert (row["padding_mask"] == 0).sum() == lengths.sum()
         for number, length in enumerate(lengths):
             begin = row["cu_seqlens"][number]
             place = slice(begin, begin + length)
-            assert (row["bias"][place] == 0).all()
+            assert (row["padding_mask"][place] == 0).all()
             assert list(row["position_ids"][0, place]) == list(range(length))
             for name in ("input_ids", "token_type_ids"):
                 assert (row[name][0, place] == padded[name][number, :length]).all()
@@ -297,7 +297,7 @@ def test_logits_loss_and_gradients_are_those_of_padded_rows(samples, kind, dtype
     found = model(**packed)
     found.loss.backward()
     real = (
-        packed["bias"] == 0
+        packed["padding_mask"] == 0
         if kind == "efficient"
         else torch.arange(found.start_logits.shape[1]) < lengths.sum()
     )
@@ -405,7 +405,7 @@ def test_the_backward_pass_drops_what_the_forward_pass_dropped(kind, dtype, erro
         4, int(cut.cu_seqlens[-1]), 4, 32, device=DEVICE, dtype=dtype
     )
     if kind == "efficient":
-        grad[cut.bias < 0] = 0  # as in training, where nothing depends on padding
+        grad[cut.padding_mask < 0] = 0  # as in training, where nothing depends on padding
     output, back = with_gradients(
         way(lambda v: attend(kind, query, key, v, cut, 0.5, 0.2)), [value], grad
     )
@@ -552,10 +552,10 @@ def test_the_loss_is_the_mean_over_samples_of_a_softmax_over_each():
 
 def test_the_loss_is_the_mean_of_begin_and_end_without_what_pads_segments():
     begins, ends = torch.randn(2, 1, 8)
-    bias = torch.tensor([0.0] * 3 + [-torch.inf] + [0.0] * 2 + [-torch.inf] * 2)
+    padding_mask = torch.tensor([0.0] * 3 + [-torch.inf] + [0.0] * 2 + [-torch.inf] * 2)
     starts, stops = torch.tensor([0, 1]), torch.tensor([2, 0])
     places = torch.tensor([0, 4, 8])
-    found = span_loss(begins, ends, starts, stops, places, longest=4, bias=bias)
+    found = span_loss(begins, ends, starts, stops, places, longest=4, padding_mask=padding_mask)
     own = torch.tensor([0, 3, 5])
     of_own = torch.tensor([0, 1, 2, 4, 5])
     losses = [

@@ -21,10 +21,12 @@ from transformers import Trainer
 
 from qa_lib.data.load import batches_of, load_data
 from qa_lib.errors import SpecError
-from qa_lib.model.attention import FusedSelfAttention
 from qa_lib.model.build import DTYPES as DTYPES_OF
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import FusedIntermediate, FusedOutput, HashDropout
+from qa_lib.model.fused_gelu import FusedIntermediate
+from qa_lib.model.fused_norms import FusedOutput
+from qa_lib.model.fused_projections import FusedSelfAttention
+from qa_lib.model.hash_dropout import HashDropout
 from qa_lib.model.nf4 import NF4Linear
 from qa_lib.model.qat import is_rounding
 from qa_lib.spec.recipes import find_recipe

@@ -20,8 +20,8 @@ from transformers import (
 )
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from qa_lib.model.attention import quickest_kernel
-from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.model.hash_dropout import HashDropout
+from qa_lib.model.packed_attention import quickest_kernel
 from qa_lib.own import speed_up as sped_up
 from qa_lib.own.graphed_step import GraphedStep
 from qa_lib.own.packing import PackedCollator, pack
@@ -499,7 +499,7 @@ def test_flash_attention_gets_no_bias_by_distance(kind, kernel, monkeypatch):
         asked.append(quickest_kernel(module, query, segments))
         return "block-diagonal"
 
-    monkeypatch.setattr("qa_lib.model.attention.quickest_kernel", asks)
+    monkeypatch.setattr("qa_lib.model.packed_attention.quickest_kernel", asks)
     model = speed_up(tiny_model(kind, hidden_size=16), say=quiet)
     model(**PackedCollator()(drawn_samples("sequences", 3)))
     assert asked == [kernel] * 2

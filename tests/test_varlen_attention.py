@@ -21,9 +21,9 @@ from qa_lib.kernels.varlen_reference import (
     threshold_in_8_bits,
 )
 from qa_lib.model.architectures import layers_of
-from qa_lib.model.attention import use_varlen_attention
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import HashDropout, renew
+from qa_lib.model.hash_dropout import HashDropout, renew
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.spec.machine import Machine
 from tests.kernels import (
     CHECKS,
@@ -63,14 +63,14 @@ def drawn(lengths=LENGTHS, heads=2, width=16, dtype=torch.float32):
 REACH = 20
 
 
-def relative_of(heads=2, dtype=torch.float32) -> varlen.RelativeBias:
+def distance_bias_of(heads=2, dtype=torch.float32) -> varlen.BiasByDistance:
     """A bias by distance that differs from bucket to bucket and head to head."""
     torch.manual_seed(2)
     weight = torch.randn(16, heads).to(DEVICE, dtype)
     distances = torch.arange(-REACH, REACH + 1, device=DEVICE)
     buckets = (distances.abs().clamp(max=14) // 2 + 8 * (distances > 0)).int()
     table = LOG2_E * weight.float()[buckets].t().contiguous()
-    return varlen.RelativeBias(weight, buckets, table)
+    return varlen.BiasByDistance(weight, buckets, table)
 
 
 def with_bias(qkv):
@@ -215,7 +215,9 @@ def test_the_operators_are_what_the_compiler_takes_them_for(has_bias):
     library.opcheck(varlen._attention.operator, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
 
 
-def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None), alone=False):
+def with_copies(
+    qkv, grad, cu_seqlens, seed, longest, distance_bias=(None, None, None), alone=False
+):
     """The output with its e4m3 copy, and the gradient of `qkv` with its e5m2 copy.
 
     With `alone` the former gradient is None.
@@ -223,19 +225,19 @@ def with_copies(qkv, grad, cu_seqlens, seed, longest, relative=(None, None, None
     qkv = qkv.requires_grad_()
     placeholder = fp8.placeholder_of(qkv.detach().flatten(1)).requires_grad_()
     output, _, copy8 = varlen._attention(
-        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *relative, placeholder, alone
+        qkv, None, cu_seqlens, seed, longest, 0.1, SCALE, False, *distance_bias, placeholder, alone
     )
     gradients = torch.autograd.grad(output, (qkv, placeholder), grad, allow_unused=alone)
     return (output.detach(), copy8.view(torch.float8_e4m3fn)), gradients
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("has_relative", [False, True])
-def test_both_kernels_copy_what_they_store_into_8_bits_and_saturate(has_relative):
+@pytest.mark.parametrize("has_distance_bias", [False, True])
+def test_both_kernels_copy_what_they_store_into_8_bits_and_saturate(has_distance_bias):
     qkv, *rest = drawn([37, 65, 0, 2])
     qkv[:, 2, 0] *= 1000
-    relative = relative_of() if has_relative else (None, None, None)
-    for stored, copy8 in with_copies(qkv, *rest, longest=65, relative=relative):
+    distance_bias = distance_bias_of() if has_distance_bias else (None, None, None)
+    for stored, copy8 in with_copies(qkv, *rest, longest=65, distance_bias=distance_bias):
         assert_copy(copy8, stored)
 
 
@@ -249,19 +251,19 @@ def test_copies_change_nothing_of_what_they_are_copies_of():
     assert torch.equal(qkv_grad, wanted_grad)
 
 
-def assert_alone_has_the_same_copy(tensors, longest, relative=(None, None, None)) -> None:
+def assert_alone_has_the_same_copy(tensors, longest, distance_bias=(None, None, None)) -> None:
     """The gradient's copy has the same bits where the gradient itself is left out."""
-    _, (gradient, found) = with_copies(*tensors, longest, relative, alone=True)
-    _, (_, wanted) = with_copies(*tensors, longest, relative)
+    _, (gradient, found) = with_copies(*tensors, longest, distance_bias, alone=True)
+    _, (_, wanted) = with_copies(*tensors, longest, distance_bias)
     assert gradient is None
     assert torch.equal(found.float(), wanted.float())
 
 
 @pytest.mark.triton
-@pytest.mark.parametrize("has_relative", [False, True])
-def test_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(has_relative):
-    relative = relative_of() if has_relative else (None, None, None)
-    assert_alone_has_the_same_copy(drawn([37, 0, 2]), longest=37, relative=relative)
+@pytest.mark.parametrize("has_distance_bias", [False, True])
+def test_the_kernel_leaves_out_the_gradient_of_which_only_the_copy_is_read(has_distance_bias):
+    distance_bias = distance_bias_of() if has_distance_bias else (None, None, None)
+    assert_alone_has_the_same_copy(drawn([37, 0, 2]), longest=37, distance_bias=distance_bias)
 
 
 @pytest.mark.skipif(DEVICE.type == "cpu", reason="a CPU captures no graph")
@@ -547,8 +549,8 @@ def test_all_kernels_of_the_gradients_of_scores_have_one_block(monkeypatch):
         monkeypatch.setattr(module, "sum_partials", lambda partials, dtype: partials.sum(0))
     qkv, grad, cu_seqlens, seed = (tensor.cpu() for tensor in drawn([5, 9]))
     logsumexp = torch.zeros(2, len(qkv))
-    relative = [tensor.cpu() for tensor in relative_of()]
-    rest = (cu_seqlens, seed, 9, 0.1, SCALE, True, *relative)
+    distance_bias = [tensor.cpu() for tensor in distance_bias_of()]
+    rest = (cu_seqlens, seed, 9, 0.1, SCALE, True, *distance_bias)
     varlen._attention_backward(grad, qkv, None, grad, logsumexp, *rest)
     assert tiles == 3 * [(BACKWARD["BLOCK"], BACKWARD["STEP"])]
 
@@ -568,15 +570,17 @@ def test_a_bias_that_is_none_or_does_not_train_has_no_gradient(kernels_in_pytorc
     assert frozen.grad is None
 
 
-def assert_equal_around_the_operator(qkv, grad, cu_seqlens, seed, longest, alone, relative=None):
+def assert_equal_around_the_operator(
+    qkv, grad, cu_seqlens, seed, longest, alone, distance_bias=None
+):
     """Results and gradients are the operator's; `alone` is None without an 8-bit copy."""
 
     def results(attention):
         leaves = [t.clone().requires_grad_() for t in with_bias(qkv)]
         of_distances = (None, None, None)
-        if relative is not None:
-            weight = relative.weight.detach().clone().requires_grad_()
-            of_distances = (weight, *relative[1:])
+        if distance_bias is not None:
+            weight = distance_bias.weight.detach().clone().requires_grad_()
+            of_distances = (weight, *distance_bias[1:])
             leaves.append(weight)
         placeholder = None
         if alone is not None:
@@ -604,7 +608,7 @@ def test_attention_around_the_operator_has_the_operators_results(alone, kernels_
 @pytest.mark.triton
 @COPIES
 def test_around_the_operator_a_bias_by_distance_has_its_gradient(alone):
-    assert_equal_around_the_operator(*drawn([5, 0, 9]), 9, alone, relative_of())
+    assert_equal_around_the_operator(*drawn([5, 0, 9]), 9, alone, distance_bias_of())
 
 
 # A model's own rates.
@@ -639,23 +643,23 @@ def test_out_of_training_fused_projections_drop_nothing(attention):
 # A bias by distance.
 
 
-def assert_relative_close(
-    qkv, grad, cu_seqlens, seed, relative, error, dropout=0.1, longest=None, causal=False
+def assert_close_with_distance_bias(
+    qkv, grad, cu_seqlens, seed, distance_bias, error, dropout=0.1, longest=None, causal=False
 ):
     """The kernels are near to the reference with that bias; return their results."""
     longest = longest or int(cu_seqlens.diff().max())
 
     def kernel(qkv, bias, weight):
         output, *_ = varlen._attention(
-            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal, weight, *relative[1:]
+            qkv, bias, cu_seqlens, seed, longest, dropout, SCALE, causal, weight, *distance_bias[1:]
         )
         return output
 
     def plain(qkv, bias, weight):
-        changed = relative._replace(weight=weight)
-        return reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, relative=changed)
+        changed = distance_bias._replace(weight=weight)
+        return reference(qkv, bias, cu_seqlens, seed, dropout, SCALE, causal, distance_bias=changed)
 
-    inputs = (*with_bias(qkv), relative.weight)
+    inputs = (*with_bias(qkv), distance_bias.weight)
     return close_to_plain(kernel, plain, inputs, [grad], error)
 
 
@@ -663,13 +667,15 @@ def assert_relative_close(
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 @pytest.mark.parametrize("lengths", [LENGTHS, [130, 3], [70], [2], [5, 20, 0, 0]], ids=str)
 def test_the_kernels_with_a_bias_by_distance_are_the_reference(lengths, dropout):
-    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, dropout=dropout)
+    assert_close_with_distance_bias(
+        *drawn(lengths), distance_bias_of(), error=1e-5, dropout=dropout
+    )
 
 
 @pytest.mark.triton
 @pytest.mark.parametrize("lengths", [LENGTHS, [130, 3]], ids=str)
 def test_causal_kernels_with_a_bias_by_distance_are_the_reference(lengths):
-    assert_relative_close(*drawn(lengths), relative_of(), error=1e-5, causal=True)
+    assert_close_with_distance_bias(*drawn(lengths), distance_bias_of(), error=1e-5, causal=True)
 
 
 @pytest.mark.triton
@@ -678,14 +684,14 @@ def test_a_bias_by_distance_of_heads_of_every_number_width_and_type_is_the_refer
     heads, width, dtype, error
 ):
     drawn_ones = drawn([33, 1], heads, width, dtype)
-    assert_relative_close(*drawn_ones, relative_of(heads, dtype), error=1.5 * error)
+    assert_close_with_distance_bias(*drawn_ones, distance_bias_of(heads, dtype), error=1.5 * error)
 
 
 @pytest.mark.triton
 def test_a_token_alone_gives_a_bias_by_distance_no_gradient():
     """Its softmax is 1 whatever the bias is."""
     qkv, grad, cu_seqlens, seed = drawn([1])
-    weight, *others = relative_of()
+    weight, *others = distance_bias_of()
     weight.requires_grad_()
     output, *_ = varlen._attention(
         qkv, None, cu_seqlens, seed, 1, 0.0, SCALE, False, weight, *others
@@ -696,10 +702,10 @@ def test_a_token_alone_gives_a_bias_by_distance_no_gradient():
 
 @pytest.mark.triton
 def test_a_bias_far_above_all_scores_leaves_the_gradients_finite():
-    relative = relative_of()
-    table = relative.table + 200 * LOG2_E
-    relative = relative._replace(weight=relative.weight + 200, table=table)
-    assert_relative_close(*drawn([70, 9]), relative, error=1e-3)
+    distance_bias = distance_bias_of()
+    table = distance_bias.table + 200 * LOG2_E
+    distance_bias = distance_bias._replace(weight=distance_bias.weight + 200, table=table)
+    assert_close_with_distance_bias(*drawn([70, 9]), distance_bias, error=1e-3)
 
 
 @pytest.fixture
@@ -715,7 +721,9 @@ def unwritten_is_nan():
 def test_no_gradient_of_scores_is_read_that_was_not_written(causal, unwritten_is_nan):
     assert drawn([2])[0].new_empty(3).isnan().all()
     drawn_ones = drawn([130, 3, 0])
-    assert_relative_close(*drawn_ones, relative_of(), error=1e-5, longest=256, causal=causal)
+    assert_close_with_distance_bias(
+        *drawn_ones, distance_bias_of(), error=1e-5, longest=256, causal=causal
+    )
 
 
 @pytest.mark.triton
@@ -723,25 +731,28 @@ def test_no_gradient_of_scores_is_read_that_was_not_written(causal, unwritten_is
 def test_the_gradient_of_a_bias_is_the_sum_of_each_buckets_gradients_of_scores(groups, monkeypatch):
     monkeypatch.setattr(varlen_distance, "GROUPS", groups)
     *_, cu_seqlens, _ = drawn([70, 0, 1, 30, 64, 5])
-    relative = relative_of()
+    distance_bias = distance_bias_of()
     torch.manual_seed(3)
     ds = torch.randn(2, int(cu_seqlens[-1]), 128, device=DEVICE)
-    expected = torch.zeros_like(relative.weight)
+    expected = torch.zeros_like(distance_bias.weight)
     for begin, end in itertools.pairwise(cu_seqlens.tolist()):
         length = end - begin
         ds[:, begin:end, length:] = 0.0
         for k, q in itertools.product(range(length), repeat=2):
-            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            bucket = distance_bias.buckets[REACH + max(-REACH, min(REACH, k - q))]
             expected[bucket] += ds[:, begin + k, q]
     found = varlen_distance.sums_by_distance(
-        ds, cu_seqlens, relative.buckets, len(expected), False, torch.float32
+        ds, cu_seqlens, distance_bias.buckets, len(expected), False, torch.float32
     )
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.triton
 def test_the_gradients_with_a_bias_by_distance_are_the_same_in_every_run():
-    runs = [assert_relative_close(*drawn([130, 3]), relative_of(), error=1e-5) for _ in range(2)]
+    runs = [
+        assert_close_with_distance_bias(*drawn([130, 3]), distance_bias_of(), error=1e-5)
+        for _ in range(2)
+    ]
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
 
@@ -749,7 +760,7 @@ def test_the_gradients_with_a_bias_by_distance_are_the_same_in_every_run():
 @pytest.mark.triton
 def test_the_operator_with_a_bias_by_distance_is_what_the_compiler_takes_it_for():
     qkv, _, cu_seqlens, seed = drawn([20, 3])
-    weight, *others = relative_of()
+    weight, *others = distance_bias_of()
     arguments = (qkv.requires_grad_(), None, cu_seqlens, seed, 64, 0.1, SCALE, False)
     arguments = (*arguments, weight.requires_grad_(), *others)
     library.opcheck(varlen._attention.operator, arguments, test_utils=CHECKS, atol=1e-5, rtol=1e-4)
@@ -757,13 +768,13 @@ def test_the_operator_with_a_bias_by_distance_is_what_the_compiler_takes_it_for(
 
 def test_the_reference_adds_the_bias_of_each_distance_to_the_scaled_scores():
     qkv, _, cu_seqlens, seed = drawn([40, 7])
-    relative = relative_of()
-    output = reference(qkv, None, cu_seqlens, seed, 0.0, SCALE, relative=relative)
+    distance_bias = distance_bias_of()
+    output = reference(qkv, None, cu_seqlens, seed, 0.0, SCALE, distance_bias=distance_bias)
     for begin, end in itertools.pairwise(cu_seqlens.tolist()):
         query, key, value = qkv[begin:end].unbind(1)
         scores = SCALE * torch.einsum("qhw,khw->hqk", query, key)
         for q, k in itertools.product(range(end - begin), repeat=2):
-            bucket = relative.buckets[REACH + max(-REACH, min(REACH, k - q))]
-            scores[:, q, k] += relative.weight[bucket]
+            bucket = distance_bias.buckets[REACH + max(-REACH, min(REACH, k - q))]
+            scores[:, q, k] += distance_bias.weight[bucket]
         expected = torch.einsum("hqk,khw->qhw", scores.softmax(-1), value)
         torch.testing.assert_close(output[begin:end], expected, atol=1e-5, rtol=1e-5)

@@ -30,7 +30,7 @@ from qa_lib.data.windows import Samples, build_samples
 from qa_lib.lab.search.plan import plan
 from qa_lib.model.architectures import ENCODERS
 from qa_lib.model.build import build_model
-from qa_lib.model.fused_blocks import HashDropout
+from qa_lib.model.hash_dropout import HashDropout
 from qa_lib.model.packed import Packed
 from qa_lib.run.fit import train
 from qa_lib.spec.machine import Machine

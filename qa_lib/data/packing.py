@@ -5,8 +5,8 @@ concatenates samples instead, isolated from one another. Here a micro-batch keep
 samples, so that the training stays the same: samples are dealt to micro-batches so that all have
 nearly the same number of tokens (`deal`), and each is one packed sequence of `budget` tokens, the
 same for every step of a run. That is one shape to compile and to capture as a CUDA graph, with
-hardly any padding. Attention runs within segments (`cu_seqlens`, model/attention.py), softmax and
-loss as well (model/packed.py).
+hardly any padding. Attention runs within segments (`cu_seqlens`, model/packed_attention.py),
+softmax and loss as well (model/packed.py).
 
 The kernel that a T4 has takes only segments of equal length. Copying samples to where each is as
 long as that kernel wants it, in both passes of every layer, would move three times the bytes that
@@ -146,8 +146,8 @@ class PackedBatches(Batches):
 
         What PER_TOKEN names [1, budget]; cu_seqlens int32 [segments + 1], where each segment begins
         and the last one ends; start_positions and end_positions [size] within segments. Where
-        samples have places, a segment is a place, and bias float32 [budget] is 0 for tokens and
-        -inf for padding. Raises UserError for samples that do not fit.
+        samples have places, a segment is a place, and padding_mask float32 [budget] is 0 for tokens
+        and -inf for padding. Raises UserError for samples that do not fit.
         """
         lengths = self.samples.lengths[indices]
         batch = self.samples.batch(indices, int(lengths.max()))
@@ -165,8 +165,8 @@ class PackedBatches(Batches):
                 packed[name][0, place] = batch[name][is_token]
         packed["cu_seqlens"] = cu_seqlens
         if self.has_places:
-            packed["bias"] = np.full(self.budget, -np.inf, dtype=np.float32)
-            packed["bias"][place] = 0.0
+            packed["padding_mask"] = np.full(self.budget, -np.inf, dtype=np.float32)
+            packed["padding_mask"][place] = 0.0
         packed["start_positions"] = batch["start_positions"]
         packed["end_positions"] = batch["end_positions"]
         return packed

@@ -1,6 +1,6 @@
 """Dropout whose random bits are a hash of the element's number.
 
-model/fused_blocks.py says why. The hash is here in PyTorch and as a device function. Both give the
+model/hash_dropout.py says why. The hash is here in PyTorch and as a device function. Both give the
 same bits, so that a kernel can compute again in the backward pass what the forward pass dropped,
 and so that tests can hold the kernels to plain PyTorch.
 """

@@ -28,10 +28,10 @@ different here:
 - Causal attention, a decoder's, leaves out the blocks of keys after the last query of a program.
   Only the blocks on the diagonal are masked, in a loop of their own. Its windows of text are
   segments of one length (variant L-attention).
-- A bias of the scores by distance (RelativeBias; MPNet's, T5's) is a row of numbers for each head,
-  1 KB for 128 tokens in each direction, which stays in the first cache. A score reads one of them
-  and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along a
-  diagonal, over all segments. Where there is no bias, none of this is in the program.
+- A bias of the scores by distance (BiasByDistance; MPNet's, T5's) is a row of numbers for each
+  head, 1 KB for 128 tokens in each direction, which stays in the first cache. A score reads one of
+  them and adds it; farther scores read the last. Its gradient at a distance is the sum of dS along
+  a diagonal, over all segments. Where there is no bias, none of this is in the program.
 - With such a bias, dS is computed once and stored in the type of `qkv`, and the backward pass has
   three kernels beside delta's. The first computes dK, dV and dS (varlen_attention_backward), the
   second dQ = dS K (attention_query_backward), and the third the sums of dS by distance
@@ -80,7 +80,7 @@ from qa_lib.kernels.varlen_forward import CAUSAL_FORWARD, FORWARD, varlen_attent
 from qa_lib.kernels.varlen_reference import dropout_scale, reference, threshold_in_8_bits
 
 
-class RelativeBias(NamedTuple):
+class BiasByDistance(NamedTuple):
     """A bias of scores by the distance from query to key, in tokens; farther ones have the last."""
 
     # [buckets, heads]: the bias of each bucket of distances, whose number is a power of 2.
@@ -94,37 +94,37 @@ class RelativeBias(NamedTuple):
 
 def varlen_attention(
     qkv: torch.Tensor,
-    bias: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     longest: int,
     seed: torch.Tensor,
     dropout: float,
     scale: float,
     causal: bool = False,
-    relative: RelativeBias | None = None,
+    distance_bias: BiasByDistance | None = None,
 ) -> torch.Tensor:
     """Return attention [tokens, heads, width] within segments of at most `longest` tokens.
 
     `qkv` [tokens, 3, heads, width] is query, key and value, of fewer than 2^31 elements; width is a
     power of 2 and at least 16. Segments begin and end at `cu_seqlens`, int32 [segments + 1].
-    `bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here. `seed`, an
-    int32 on the device, decides what is dropped out. `scale` multiplies the scores. If `causal`, a
-    token attends to itself and those before it alone. `relative` is added to the scaled scores, and
-    its weight gets its gradient.
+    `qkv_bias` [3 x heads x width], or None, is in `qkv` already, and gets its gradient here.
+    `seed`, an int32 on the device, decides what is dropped out. `scale` multiplies the scores. If
+    `causal`, a token attends to itself and those before it alone. `distance_bias` is added to the
+    scaled scores, and its weight gets its gradient.
     """
     if not qkv.is_cuda:
         return reference(
             qkv,
-            bias,
+            qkv_bias,
             cu_seqlens,
             seed=seed,
             dropout=dropout,
             scale=scale,
             causal=causal,
-            relative=relative,
+            distance_bias=distance_bias,
         )
-    of_distances = (None, None, None) if relative is None else relative
-    inputs = (qkv, bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances)
+    of_distances = (None, None, None) if distance_bias is None else distance_bias
+    inputs = (qkv, qkv_bias, cu_seqlens, seed, longest, dropout, scale, causal, *of_distances)
     if torch.compiler.is_compiling():
         output, *_ = _attention(*inputs)
     else:
@@ -136,7 +136,7 @@ def varlen_attention(
 
 def varlen_attention_and_copy(
     qkv: torch.Tensor,
-    bias: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     longest: int,
     seed: torch.Tensor,
@@ -145,7 +145,7 @@ def varlen_attention_and_copy(
     placeholder: torch.Tensor,
     grad8_alone: bool,
     causal: bool = False,
-    relative: RelativeBias | None = None,
+    distance_bias: BiasByDistance | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return what varlen_attention does, and its e4m3 copy, times ACTIVATION; None on a CPU.
 
@@ -156,13 +156,13 @@ def varlen_attention_and_copy(
     """
     if not qkv.is_cuda:
         output = varlen_attention(
-            qkv, bias, cu_seqlens, longest, seed, dropout, scale, causal, relative
+            qkv, qkv_bias, cu_seqlens, longest, seed, dropout, scale, causal, distance_bias
         )
         return output, None
-    of_distances = (None, None, None) if relative is None else relative
+    of_distances = (None, None, None) if distance_bias is None else distance_bias
     output, output8 = _Uncompiled.apply(
         qkv,
-        bias,
+        qkv_bias,
         cu_seqlens,
         seed,
         longest,
@@ -198,7 +198,7 @@ class _Uncompiled(torch.autograd.Function):
 @custom_op("qa_lib::varlen_attention")
 def _attention(
     qkv: torch.Tensor,
-    bias: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     seed: torch.Tensor,
     longest: int,
@@ -214,7 +214,7 @@ def _attention(
     """Return the output [tokens, heads, width], logsumexp, fp32 [heads, tokens], and a copy.
 
     logsumexp is for each query the logarithm to base 2 of the sum of its exponentials. `weight`,
-    `buckets` and `table` are a RelativeBias. The copy is the output's in e4m3, as bytes, of which
+    `buckets` and `table` are a BiasByDistance. The copy is the output's in e4m3, as bytes, of which
     autograd knows that they have no gradient. It is empty without a `placeholder`, which gets the
     gradient of `qkv` in e5m2; with `grad8_alone` `qkv` itself gets none.
     """
@@ -256,7 +256,7 @@ def _attention(
 def _attention_backward(
     grad: torch.Tensor,
     qkv: torch.Tensor,
-    bias: torch.Tensor | None,
+    qkv_bias: torch.Tensor | None,
     output: torch.Tensor,
     logsumexp: torch.Tensor,
     cu_seqlens: torch.Tensor,
@@ -271,7 +271,7 @@ def _attention_backward(
     copies: bool = False,
     copy_alone: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the gradients of `qkv`, of the bias in it and of the weight of a RelativeBias.
+    """Return the gradients of `qkv`, of the bias in it and of the weight of a BiasByDistance.
 
     Those of what is None are empty. The fourth result is the e5m2 copy [tokens, 3 x heads x width]
     of the first. It is empty unless `copies`; with `copy_alone` only the copy is made, and the
@@ -283,7 +283,7 @@ def _attention_backward(
     qkv_grad = qkv.new_empty(0 if copy_alone else qkv.shape)
     qkv_grad8 = qkv.new_empty((tokens, 3 * heads * width) if copies else 0, dtype=torch.float8_e5m2)
     partials = qkv.new_empty(
-        segments * blocks, 0 if bias is None else len(bias), dtype=torch.float32
+        segments * blocks, 0 if qkv_bias is None else len(qkv_bias), dtype=torch.float32
     )
     span = blocks * BACKWARD["BLOCK"]
     ds = None if weight is None else qkv.new_empty(heads, tokens, span)
@@ -314,7 +314,7 @@ def _attention_backward(
         "scale": scale,
         "HEADS": heads,
         "WIDTH": width,
-        "SUMS": bias is not None,
+        "SUMS": qkv_bias is not None,
         "CAUSAL": causal,
         "FACTOR": GRADIENT if copies else 0.0,
         "MAX": E5M2_MAX,
@@ -339,8 +339,8 @@ def _attention_backward(
         launch(attention_query_backward, (blocks, heads, segments), **shared)
         weight_grad = sums_by_distance(ds, cu_seqlens, buckets, len(weight), causal, weight.dtype)
     bias_grad = qkv.new_empty(0)
-    if bias is not None:
-        bias_grad = sum_partials(partials, bias.dtype)
+    if qkv_bias is not None:
+        bias_grad = sum_partials(partials, qkv_bias.dtype)
     return qkv_grad, bias_grad, weight_grad, qkv_grad8
 
 
@@ -348,7 +348,7 @@ def _attention_backward(
 # to them: the arguments, whether each needs a gradient, and the gradients.
 ARGUMENTS = tuple(signature(_attention).parameters)
 # Those of the arguments that the backward pass takes as they are.
-SAVED_TENSORS = ("qkv", "bias", "cu_seqlens", "seed", "weight", "buckets", "table")
+SAVED_TENSORS = ("qkv", "qkv_bias", "cu_seqlens", "seed", "weight", "buckets", "table")
 SAVED_OPTIONS = ("longest", "dropout", "scale", "causal")
 
 
@@ -369,8 +369,8 @@ def _backward(ctx, output_grad, _, __):
     # An operator counts no arguments at the end that have their defaults, which train nothing.
     trains = dict.fromkeys(ARGUMENTS, False)
     trains.update(zip(ARGUMENTS, ctx.needs_input_grad, strict=False))
-    if not trains["bias"]:
-        tensors["bias"] = None
+    if not trains["qkv_bias"]:
+        tensors["qkv_bias"] = None
     qkv_grad, bias_grad, weight_grad, qkv_grad8 = _attention_backward(
         output_grad,
         output=attended,
@@ -383,8 +383,8 @@ def _backward(ctx, output_grad, _, __):
     gradients = dict.fromkeys(ARGUMENTS)
     if not ctx.grad8_alone:
         gradients["qkv"] = qkv_grad
-    if trains["bias"]:
-        gradients["bias"] = bias_grad
+    if trains["qkv_bias"]:
+        gradients["qkv_bias"] = bias_grad
     if trains["weight"]:
         gradients["weight"] = weight_grad
     if ctx.has_placeholder:

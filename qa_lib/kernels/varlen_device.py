@@ -25,12 +25,13 @@ A name that ends in 8 is that of a copy in 8 bits, of what is stored under the n
 times FACTOR and within ±MAX; with a FACTOR of 0 there is none. The copy of the gradient has the
 same bits where qkv_grad is None and the copy is stored alone.
 
-The table and the buckets are a RelativeBias's; distance 0 has the number REACH. With one, ds has
+The table and the buckets are a BiasByDistance's; distance 0 has the number REACH. With one, ds has
 the gradients of the scaled scores: a row for each key, and in it a column for each query of the
 key's segment. Its span is the longest segment's length, rounded up to a multiple of BLOCK. A row
 has zeros for queries beyond the end, up to a whole STEP; no more of it is ever written or read. If
-CAUSAL, queries in a BLOCK before the key's are never written or read either. Without a RelativeBias
-REACH is 0, table and ds are None, and all that is of them is left out of the program.
+CAUSAL, queries in a BLOCK before the key's are never written or read either. Without a
+BiasByDistance, REACH is 0, table and ds are None, and all that is of them is left out of the
+program.
 
 PART is the distance from a query to its key and from a key to its value, HEADS * WIDTH, and
 3 * PART that from a token's query to the next token's. kept_scale is 1 / (1 - rate).

@@ -25,7 +25,7 @@ def sums_by_distance(
     causal: bool,
     dtype: torch.dtype,
 ) -> torch.Tensor:
-    """Return the gradient of a RelativeBias's weight [buckets, heads], in type `dtype`.
+    """Return the gradient of a BiasByDistance's weight [buckets, heads], in type `dtype`.
 
     It is the sum of `ds` [heads, tokens, span] for each bucket of distances.
     """

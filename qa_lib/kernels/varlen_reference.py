@@ -9,13 +9,13 @@ from torch.nn import functional as F
 from qa_lib.kernels.hash_dropout import GOLDEN_INT32, hash32
 
 
-def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relative=None):
+def reference(qkv, qkv_bias, cu_seqlens, seed, dropout, scale, causal=False, distance_bias=None):
     """Return what varlen_attention returns, by plain PyTorch.
 
     It holds all scores [heads, tokens, tokens].
     """
-    if bias is not None:
-        qkv = attach_bias_grad(qkv, bias)
+    if qkv_bias is not None:
+        qkv = attach_bias_grad(qkv, qkv_bias)
     query, key, value = qkv.permute(1, 2, 0, 3)
     segment = segment_of(cu_seqlens, len(qkv))
     hidden = segment[:, None] != segment
@@ -23,8 +23,8 @@ def reference(qkv, bias, cu_seqlens, seed, dropout, scale, causal=False, relativ
         hidden |= torch.ones_like(hidden).triu(1)
     place = torch.arange(len(qkv), device=qkv.device, dtype=torch.int32) - cu_seqlens[segment]
     scores = query @ key.mT * scale
-    if relative is not None:
-        scores = scores + relative_scores(relative.weight, relative.buckets, place)
+    if distance_bias is not None:
+        scores = scores + biases_of_scores(distance_bias.weight, distance_bias.buckets, place)
     p = torch.softmax(scores.masked_fill(hidden, -torch.inf), -1)
     if dropout:
         kept = dropout_mask(place, qkv.shape[2], seed, dropout)
@@ -38,12 +38,12 @@ def segment_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
     return torch.searchsorted(cu_seqlens[1:], numbers, right=True)
 
 
-def relative_scores(
+def biases_of_scores(
     weight: torch.Tensor, buckets: torch.Tensor, place: torch.Tensor
 ) -> torch.Tensor:
     """Return the biases [heads, tokens, tokens] of scores, by query and key.
 
-    `weight` and `buckets` are those of RelativeBias; `place` [tokens] is where in its sample each
+    `weight` and `buckets` are those of BiasByDistance; `place` [tokens] is where in its sample each
     token is.
     """
     reach = len(buckets) // 2
@@ -51,9 +51,9 @@ def relative_scores(
     return F.embedding(buckets[distance + reach], weight).permute(2, 0, 1)
 
 
-def attach_bias_grad(qkv: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def attach_bias_grad(qkv: torch.Tensor, qkv_bias: torch.Tensor) -> torch.Tensor:
     """Return `qkv` [..., 3, heads, width] unchanged, so that the bias in it gets its gradient."""
-    return qkv + (bias - bias.detach()).view(qkv.shape[-3:])
+    return qkv + (qkv_bias - qkv_bias.detach()).view(qkv.shape[-3:])
 
 
 def dropout_mask(place, heads, seed, dropout):

@@ -39,7 +39,7 @@ class Architecture:
     below_head: tuple[str, ...] = ()
     # Which of the embeddings is the bias of scores by distance, where there is one: all layers
     # share it.
-    relative_bias: str = ""
+    distance_bias: str = ""
     # A token sees those before it alone; the head, which has the embeddings' weights, predicts the
     # next.
     causal: bool = False
@@ -112,7 +112,7 @@ ENCODERS = {
     "mpnet": Architecture(
         layers="mpnet.encoder.layer",
         embeddings=("mpnet.embeddings", "mpnet.encoder.relative_attention_bias"),
-        relative_bias="mpnet.encoder.relative_attention_bias",
+        distance_bias="mpnet.encoder.relative_attention_bias",
         positions_after_padding=True,
         # transformers takes these for granted, whatever the configuration says.
         fixed={"pad_token_id": 1, "relative_attention_num_buckets": 32},

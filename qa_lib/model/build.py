@@ -16,7 +16,6 @@ from transformers.pytorch_utils import Conv1D
 
 from qa_lib.data.synthetic import TINY_CONFIG, vocabulary
 from qa_lib.errors import UserError
-from qa_lib.model import attention, fused_blocks
 from qa_lib.model.architectures import (
     embeddings_of,
     encoder_of,
@@ -26,6 +25,21 @@ from qa_lib.model.architectures import (
     param_counts,
 )
 from qa_lib.model.bert_layers import plain_state
+from qa_lib.model.float8_layers import (
+    copy_operands,
+    use_float8,
+    use_float8_around_causal_attention,
+    use_float8_weight_gradients,
+)
+from qa_lib.model.fused_decoder import use_causal_attention, use_fused_decoder
+from qa_lib.model.fused_gelu import use_sigmoid_gelu
+from qa_lib.model.fused_norms import use_fused_norms
+from qa_lib.model.fused_projections import (
+    fuse_projections,
+    split_projections,
+    use_float8_projections,
+)
+from qa_lib.model.hash_dropout import HashDropout, use_hash_dropout
 from qa_lib.model.hf_checkpoint import (
     ModelFolder,
     find_folder,
@@ -35,7 +49,10 @@ from qa_lib.model.hf_checkpoint import (
 )
 from qa_lib.model.load import as_user_error, load, new_model, read_config
 from qa_lib.model.nf4 import NF4Linear, native, use_nf4
+from qa_lib.model.packed_attention import UNMASKED, attention_name
 from qa_lib.model.qat import is_rounding, use_rounding
+from qa_lib.model.rotary import keep_frequencies
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.packages import adapters_fault
 from qa_lib.spec.recipes import Recipe
 from qa_lib.spec.rules import lacking, task_conflicts
@@ -73,12 +90,12 @@ def build_model(spec: Spec, folder: ModelFolder | None = None) -> torch.nn.Modul
         model.config.use_cache = False
     if is_decoder:
         model.loss_type = "ForCausalLM"  # what transformers takes for it, after a warning
-    attention.keep_frequencies(model)
+    keep_frequencies(model)
     _transform(model, spec.settings)
     model = apply_recipe(model, spec.recipe)
     if spec.settings.dropout == "none":  # that of adapters as well
         for module in model.modules():
-            if isinstance(module, torch.nn.Dropout | fused_blocks.HashDropout):
+            if isinstance(module, torch.nn.Dropout | HashDropout):
                 module.p = 0.0
     return model
 
@@ -96,36 +113,36 @@ def _transform(model: torch.nn.Module, settings: Settings) -> None:
         )
         enable({"use_reentrant": False})
     if settings.qkv == "fused":
-        attention.fuse_projections(model)
+        fuse_projections(model)
     if settings.attention == "triton-varlen":
         # The bias of fused projections is left to the kernel.
-        attention.use_varlen_attention(model)
+        use_varlen_attention(model)
     if settings.dropout in ("hash", "none"):
         # For none, at a rate of 0: fused norms know no other dropout.
-        fused_blocks.use_hash_dropout(model)
+        use_hash_dropout(model)
     if settings.norms == "fused":
         # Fused norms compute the bits of that dropout themselves.
         if is_decoder:
-            fused_blocks.use_fused_decoder(model)
+            use_fused_decoder(model)
         else:
-            fused_blocks.use_fused_norms(model)
+            use_fused_norms(model)
     if settings.attention == "triton-causal":
         # The fused decoder calls it.
-        fused_blocks.use_causal_attention(model)
+        use_causal_attention(model)
     if settings.gelu == "sigmoid":
-        fused_blocks.use_sigmoid_gelu(model)
+        use_sigmoid_gelu(model)
     if settings.feed_forward == "fp8":
         # Linear layers have a bias or none by now, as fused norms and GELU have left them.
-        fused_blocks.use_float8(model)
+        use_float8(model)
     if settings.attention_projections == "fp8":
         if is_decoder:
-            fused_blocks.use_float8_around_causal_attention(model)
+            use_float8_around_causal_attention(model)
         else:
-            attention.use_float8_projections(model)
+            use_float8_projections(model)
     if settings.weight_gradients == "fp8":
-        fused_blocks.use_float8_weight_gradients(model)
+        use_float8_weight_gradients(model)
     if settings.norms == "fused" and not is_decoder:
-        fused_blocks.copy_operands(
+        copy_operands(
             model,
             feed_forward=settings.feed_forward == "fp8",
             projections=settings.attention_projections == "fp8",
@@ -193,10 +210,10 @@ def _attention_of(spec: Spec) -> str:
     """Return the name that transformers has for the attention of a spec's model."""
     kernel = spec.settings.attention
     if spec.settings.padding == "packed":
-        return attention.attention_name(kernel)
+        return attention_name(kernel)
     is_fused = kernel in ("sdpa", "triton-causal")
     if spec.preset.task == "lm" and spec.settings.engine == "loop" and is_fused:
-        return attention.UNMASKED
+        return UNMASKED
     return kernel
 
 
@@ -284,7 +301,7 @@ def save_model(model: torch.nn.Module, tokenizer: Tokenizer, folder: Path) -> No
             model.set_submodule(name, native(module))
         if is_rounding(module):
             model.set_submodule(name, module.to_linear())
-    attention.split_projections(model)
+    split_projections(model)
     with replacing(folder) as work:
         model.save_pretrained(work, state_dict=plain_state(model))
         tokenizer.save_pretrained(work)

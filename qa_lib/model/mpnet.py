@@ -12,7 +12,7 @@ in one's own code (own/speed_up.py) any head stays as it is, over `change_backbo
 
 Padded samples get the bias in their mask, of scores [batch, heads, tokens, tokens], which eager
 attention and SDPA both add. Packed ones get it with their `Segments`, from which the kernels read
-it by distance (model/attention.py, kernels/varlen_attention.py).
+it by distance (packed_attention.py, kernels/varlen_attention.py).
 """
 
 import torch
@@ -24,8 +24,8 @@ from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
 from qa_lib.errors import UserError
 from qa_lib.kernels.common import LOG2_E
-from qa_lib.kernels.varlen_attention import RelativeBias
-from qa_lib.kernels.varlen_reference import relative_scores
+from qa_lib.kernels.varlen_attention import BiasByDistance
+from qa_lib.kernels.varlen_reference import biases_of_scores
 from qa_lib.model.bert_layers import replace_layers
 
 # Distances of so many tokens and more have the last bucket.
@@ -50,18 +50,18 @@ class DistanceBias(nn.Module):
         attention computes in: otherwise autocast would make a copy for each layer.
         """
         place = torch.arange(hidden_states.shape[1], device=hidden_states.device)
-        bias = relative_scores(self.weight, self.buckets, place)[None]
+        biases = biases_of_scores(self.weight, self.buckets, place)[None]
         if attention_mask is not None:
-            bias = bias.masked_fill(attention_mask[:, None, None] == 0, -torch.inf)
+            biases = biases.masked_fill(attention_mask[:, None, None] == 0, -torch.inf)
         kind = hidden_states.device.type
         if torch.is_autocast_enabled(kind):
-            return bias.to(torch.get_autocast_dtype(kind))
-        return bias.to(hidden_states.dtype)
+            return biases.to(torch.get_autocast_dtype(kind))
+        return biases.to(hidden_states.dtype)
 
-    def by_distance(self) -> RelativeBias:
+    def by_distance(self) -> BiasByDistance:
         """Return the bias as the kernels for packed samples take it."""
         table = LOG2_E * self.weight.detach().float()[self.buckets].t().contiguous()
-        return RelativeBias(self.weight, self.buckets, table)
+        return BiasByDistance(self.weight, self.buckets, table)
 
 
 class Encoder(MPNetEncoder):
@@ -84,7 +84,7 @@ class Encoder(MPNetEncoder):
         if segments is None:
             mask = self.relative_attention_bias.mask(hidden_states, attention_mask)
         else:
-            segments = segments._replace(relative=self.relative_attention_bias.by_distance())
+            segments = segments._replace(distance_bias=self.relative_attention_bias.by_distance())
         between = (hidden_states,) if output_hidden_states else None
         for layer in self.layer:
             hidden_states = layer(hidden_states, mask, segments=segments, **kwargs)

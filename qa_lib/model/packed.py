@@ -2,7 +2,7 @@
 
 Variants E-packed and on have it. data/packing.py says why samples are packed and how. A model must
 then do three things that it does not do by itself: count positions from the start of each sample,
-keep attention within it (model/attention.py), and take the softmax of the loss over it alone. The
+keep attention within it (packed_attention.py), and take the softmax of the loss over it alone. The
 loss is then that of padded batches, and a test holds it to that.
 
 `Packed` is the whole model; a `ModelStage` is some of its layers, for a pipeline's stages and for
@@ -22,7 +22,7 @@ from qa_lib.model.architectures import (
     heads_of,
     layers_of,
 )
-from qa_lib.model.attention import Segments
+from qa_lib.model.packed_attention import Segments
 
 REGION = 3  # layers that are compiled as one
 
@@ -52,19 +52,18 @@ class Packed(torch.nn.Module):
         start_positions,
         end_positions,
         token_type_ids=None,
-        **layout,
+        padding_mask=None,
     ):
         """Return an output with `loss` and logits [1, budget].
 
-        Tensors are those that PackedBatches.arrays gives; `layout` is the bias of Segments, where
-        there is one.
+        Tensors are those that PackedBatches.arrays gives.
         """
         output = self.model(
             input_ids=input_ids,
             token_type_ids=token_type_ids,
             position_ids=position_ids + self.first_position,
             attention_mask=self.masks,
-            segments=Segments(cu_seqlens, self.limits, **layout),
+            segments=Segments(cu_seqlens, self.limits, padding_mask),
         )
         loss = span_loss(
             output.start_logits,
@@ -73,7 +72,7 @@ class Packed(torch.nn.Module):
             end_positions,
             cu_seqlens,
             longest=max(self.limits),
-            **layout,
+            padding_mask=padding_mask,
         )
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=output.start_logits, end_logits=output.end_logits
@@ -92,9 +91,9 @@ class ModelStage(torch.nn.Module):
         model = packed.model
         self.limits = packed.limits
         self.first_position = packed.first_position
-        name = encoder_of(model).relative_bias
-        self.relative = model.get_submodule(name) if name else None
-        below = [module for module in embeddings_of(model) if module is not self.relative]
+        name = encoder_of(model).distance_bias
+        self.distance_bias = model.get_submodule(name) if name else None
+        below = [module for module in embeddings_of(model) if module is not self.distance_bias]
         self.embeddings = torch.nn.ModuleList(below if embeddings else [])
         self.layers = torch.nn.ModuleList(layers)
         self.head = torch.nn.Sequential(*heads_of(model)) if head else None
@@ -109,7 +108,7 @@ class ModelStage(torch.nn.Module):
         start_positions,
         end_positions,
         token_type_ids=None,
-        **layout,
+        padding_mask=None,
     ):
         """Return hidden states, or the loss; keywords are those of Packed.forward."""
         # Some embeddings have no such argument.
@@ -123,9 +122,9 @@ class ModelStage(torch.nn.Module):
                 )
             else:
                 hidden = module(hidden)
-        segments = Segments(cu_seqlens, self.limits, **layout)
-        if self.relative is not None:
-            segments = segments._replace(relative=self.relative.by_distance())
+        segments = Segments(cu_seqlens, self.limits, padding_mask)
+        if self.distance_bias is not None:
+            segments = segments._replace(distance_bias=self.distance_bias.by_distance())
         for layer in self.layers:
             hidden = layer(hidden, segments=segments)
         if self.head is None:
@@ -138,7 +137,7 @@ class ModelStage(torch.nn.Module):
             end_positions,
             cu_seqlens,
             longest=max(self.limits),
-            **layout,
+            padding_mask=padding_mask,
         )
 
 
@@ -180,15 +179,15 @@ def span_loss(
     end_positions,
     cu_seqlens,
     longest: int,
-    bias=None,
+    padding_mask=None,
 ) -> torch.Tensor:
     """Return the loss of a packed sequence from its logits [1, tokens].
 
-    Positions are those of `segment_loss`; a `bias` [tokens] is -inf where segments are padded.
+    Positions are those of `segment_loss`; `padding_mask` [tokens] is that of Segments.
     """
-    if bias is not None:
-        start_logits = start_logits + bias
-        end_logits = end_logits + bias
+    if padding_mask is not None:
+        start_logits = start_logits + padding_mask
+        end_logits = end_logits + padding_mask
     start_loss = segment_loss(start_logits[0], start_positions, cu_seqlens, longest)
     end_loss = segment_loss(end_logits[0], end_positions, cu_seqlens, longest)
     return (start_loss + end_loss) / 2

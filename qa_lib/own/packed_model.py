@@ -11,7 +11,7 @@ All is done by hooks that keep nothing between calls, so that a model may be cal
 a backward pass, copied, checkpointed, compiled or wrapped. What a call needs goes through the model
 as keyword arguments, which transformers hands down to the attention kernel.
 
-The seeds of hash dropout (model/fused_blocks.py) go the same way. They are drawn anew in each call
+The seeds of hash dropout (model/hash_dropout.py) go the same way. They are drawn anew in each call
 in training. A layer takes its own at its attention, which comes before all of its dropouts and is
 computed again under gradient checkpointing, with the arguments of its call.
 """
@@ -26,8 +26,8 @@ from transformers.modeling_outputs import ModelOutput
 
 from qa_lib.errors import UserError
 from qa_lib.model.architectures import encoder_of, first_position, layers_of, max_positions
-from qa_lib.model.attention import QUICKEST, Segments
-from qa_lib.model.fused_blocks import HashDropout, drawn_seeds
+from qa_lib.model.hash_dropout import HashDropout, drawn_seeds
+from qa_lib.model.packed_attention import QUICKEST, Segments
 from qa_lib.own.packing import IGNORED
 
 

@@ -1,9 +1,10 @@
 """One line that speeds up an encoder of transformers, whatever its head: `speed_up(model)`.
 
-The techniques are those of the variants (model/attention.py, model/fused_blocks.py). Each is taken
-where the architecture and the card allow it. What they would ask of whoever calls the model is done
-by hooks (packed_model.py); the weights in `state_dict`, and so in every checkpoint, have the names
-and shapes that transformers gives them.
+The techniques are those of the variants (in model/: fused_projections.py, hash_dropout.py,
+fused_norms.py, fused_gelu.py, packed_attention.py, varlen_attention.py). Each is taken where the
+architecture and the card allow it. What they would ask of whoever calls the model is done by hooks
+(packed_model.py); the weights in `state_dict`, and so in every checkpoint, have the names and
+shapes that transformers gives them.
 
 To add an encoder: its entry in the table of model/architectures.py, what it lacks in `lacking` of
 spec/rules.py, and its name in KINDS below, where its layers hand keyword arguments down to the
@@ -24,19 +25,17 @@ from transformers.activations import GELUActivation
 from qa_lib.calls import checked, expect
 from qa_lib.errors import UserError
 from qa_lib.kernels.gelu import gelu
+from qa_lib.kernels.varlen_reference import attach_bias_grad
 from qa_lib.model import distilbert, mpnet
 from qa_lib.model.architectures import REFUSED, encoder_of, layers_of
-from qa_lib.model.attention import (
-    QUICKEST,
-    FusedSelfAttention,
-    attach_bias_grad,
-    fuse_projections,
-    keep_frequencies,
-    quickest_kernel,
-    use_varlen_attention,
-)
 from qa_lib.model.bert_layers import keep_names
-from qa_lib.model.fused_blocks import FusedIntermediate, use_fused_norms, use_hash_dropout
+from qa_lib.model.fused_gelu import FusedIntermediate
+from qa_lib.model.fused_norms import use_fused_norms
+from qa_lib.model.fused_projections import FusedSelfAttention, fuse_projections
+from qa_lib.model.hash_dropout import use_hash_dropout
+from qa_lib.model.packed_attention import QUICKEST, quickest_kernel
+from qa_lib.model.rotary import keep_frequencies
+from qa_lib.model.varlen_attention import use_varlen_attention
 from qa_lib.own.packed_model import (
     Rooted,
     draw_dropouts,
@@ -296,11 +295,11 @@ class QuickSelfAttention(FusedSelfAttention):
         shape = (3, -1, self.width)
         if not is_packed:
             return self.qkv(hidden_states).unflatten(-1, shape), None
-        weight, bias = self.qkv.weight, self.qkv.bias
-        qkv = F.linear(hidden_states, weight, bias.detach()).unflatten(-1, shape)
+        weight, qkv_bias = self.qkv.weight, self.qkv.bias
+        qkv = F.linear(hidden_states, weight, qkv_bias.detach()).unflatten(-1, shape)
         if quickest_kernel(self, qkv) == "triton-varlen":
-            return qkv, bias
-        return attach_bias_grad(qkv, bias), None
+            return qkv, qkv_bias
+        return attach_bias_grad(qkv, qkv_bias), None
 
 
 def _keep_layout(attention: FusedSelfAttention) -> None:

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 from qa_lib.errors import UserError
-from qa_lib.model.attention import FusedSelfAttention
+from qa_lib.model.fused_projections import FusedSelfAttention
 from qa_lib.own.packing import LABELS, PackedCollator, PackedDataset, PackedSequence
 from qa_lib.train.master_adamw import MasterAdamW
 

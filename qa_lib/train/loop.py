@@ -13,7 +13,8 @@ import torch
 
 from qa_lib.data.batches import Batches
 from qa_lib.measure.meter import PEAK_FROM, Hooks, Meter
-from qa_lib.model.fused_blocks import cast_weights, renew
+from qa_lib.model.float8_layers import cast_weights
+from qa_lib.model.hash_dropout import renew
 from qa_lib.model.packed import Packed
 from qa_lib.spec.spec import Spec
 from qa_lib.train.checkpoint import Checkpoint

@@ -426,7 +426,7 @@ model = speed_up(model)
 )
 def packing():
     from qa_lib.data.packing import deal
-    from qa_lib.model.attention import flash
+    from qa_lib.model.packed_attention import flash
 
     return [deal, flash]
 
@@ -678,7 +678,7 @@ def rounded_weights_with_8_bits():
     yours="model = speed_up(model)  # from qa_lib",
 )
 def fused_qkv():
-    from qa_lib.model.attention import FusedSelfAttention
+    from qa_lib.model.fused_projections import FusedSelfAttention
 
     return [FusedSelfAttention.forward]
 
@@ -766,7 +766,7 @@ with torch.nn.attention.sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION):
 """,
 )
 def memory_efficient_attention():
-    from qa_lib.model.attention import _equal_limits, efficient
+    from qa_lib.model.efficient_attention import _equal_limits, efficient
 
     return [efficient, _equal_limits]
 

@@ -142,7 +142,7 @@ class StepMemory:
             return 0
         return self.tokens * self.config.num_attention_heads * self.spec.preset.max_length
 
-    def bias_mask(self) -> int:
+    def distance_bias_mask(self) -> int:
         """Return the bytes of the mask of padded samples that holds a bias of scores by distance.
 
         They are 0 for an encoder without such a bias, and for packed samples. The mask has an
@@ -154,7 +154,7 @@ class StepMemory:
         feed-forward activations are gone by then, which are no fewer, so that the peak stays at the
         start of the backward pass (see `temporaries`). That is derived as well.
         """
-        if not encoder_of(self.model).relative_bias or self.settings.padding == "packed":
+        if not encoder_of(self.model).distance_bias or self.settings.padding == "packed":
             return 0
         heads = self.config.num_attention_heads
         return 3 * self.gemm_bytes * self.tokens * heads * self.spec.preset.max_length
@@ -233,7 +233,7 @@ class StepMemory:
             if not self.is_causal:
                 # The input of their layer norm, and the sum before it, in fp32.
                 kept += 2 * 4 * self.unit
-        return kept + self.bias_mask(), largest
+        return kept + self.distance_bias_mask(), largest
 
     # What the backward pass takes beside that.
 
