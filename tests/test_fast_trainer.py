@@ -656,3 +656,14 @@ def test_a_checkpoint_without_an_optimizer_is_told_by_its_weights(tmp_path):
     trainer = trainer_of(FastTrainer, "sequences", tmp_path)
     said = "checkpoint-2 cannot be resumed: its weights are in bf16, and here in fp32; "
     refused(said, trainer.train, resume_from_checkpoint=True)
+
+
+class OfItsOwnSampler(FastTrainer):
+    def _get_train_sampler(self, *args):
+        return super()._get_train_sampler(*args)
+
+
+def test_a_sampler_of_its_own_is_refused_where_packing_would_leave_it_out(tmp_path):
+    said = "packing deals the samples itself, and OfItsOwnSampler has _get_train_sampler of its own"
+    refused(said, trainer_of, OfItsOwnSampler, "sequences", tmp_path)
+    trainer_of(OfItsOwnSampler, "sequences", tmp_path, packed=False).train()

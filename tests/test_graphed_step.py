@@ -275,3 +275,16 @@ def test_a_rate_that_was_set_by_hand_is_written_into_the_captured_one():
     step(batches(1)[0])
     assert step.optimizer.param_groups[0]["lr"] is step.rates[0]
     assert step.rates[0] == 0.25
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    other = torch.optim.AdamW(tiny_model().parameters())
+    said = "the AdamW holds no parameter of this model, "
+    refused(said, GraphedStep, tiny_model(), other, capture=False)
+
+
+def test_a_model_without_a_head_returns_no_loss():
+    model = tiny_model().base_model
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = GraphedStep(model, optimizer, capture=False)
+    refused("the model returns no loss for input_ids", step, {"input_ids": torch.ones(1, 4).long()})

@@ -949,3 +949,27 @@ def test_the_kernel_writes_the_new_weights_to_every_copy(masters):
     module.update_by_kernel(*columns, **SCALARS, skip=None, copies=copies)
     assert not torch.equal(weight, before)
     assert all(torch.equal(copy, weight) for copy in copies)
+
+
+@pytest.mark.parametrize("weight", [0.0, -0.0, 1.0])
+def test_weights_that_were_loaded_over_older_ones_stay_numbers(weight):
+    """Low bits are then of other weights: next to zero they would be the bits of NaN."""
+    parameter = torch.nn.Parameter(torch.randn(64, device=DEVICE).bfloat16())
+    optimizer = MasterAdamW([parameter], lr=1e-3)
+    for _ in range(2):
+        parameter.grad = torch.randn_like(parameter)
+        optimizer.step()
+        with torch.no_grad():
+            parameter.fill_(weight)
+    parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert torch.allclose(parameter.float(), torch.tensor(weight, device=DEVICE), atol=0.02)
+
+
+@pytest.mark.triton
+def test_the_kernel_makes_no_nan_of_low_bits_next_to_zero():
+    columns = drawn_columns(torch.float32, torch.bfloat16, [(64,)])
+    columns.weights[0].zero_()
+    columns[2][0].fill_(-5)
+    module.update_by_kernel(*columns, **SCALARS, skip=None)
+    assert columns.weights[0].isfinite().all()

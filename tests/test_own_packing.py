@@ -600,3 +600,12 @@ def test_a_tuple_is_refused():
     model = speed_up(tiny_model(head="none"), say=quiet)
     batch = PackedCollator()(drawn_samples("none", 3))
     refused("return_dict=True", model, **batch, return_dict=False)
+
+
+@pytest.mark.parametrize("labels", [[1, 0.5, 2.5, 0], [0.5, 2, 1, 0]])
+def test_labels_are_real_numbers_where_one_of_them_is(labels):
+    samples = [{"input_ids": [1, 2, 3], "labels": label} for label in labels]
+    assert PackedCollator()(samples)["labels"].tolist() == labels
+    rows = pack(samples, samples=1, say=quiet)
+    for number in range(4):
+        assert PackedCollator()(rows[number])["labels"].dtype == torch.float32

@@ -15,6 +15,8 @@ from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
+    BertModel,
+    BertPreTrainedModel,
     PreTrainedModel,
     TrainingArguments,
 )
@@ -690,9 +692,33 @@ def test_adapters_in_the_fused_layer_are_refused(batch):
 
     model = speed_up(tiny_model(), say=quiet)
     adapted = get_peft_model(model, LoraConfig(target_modules=["qkv"]))
-    refused(r"was replaced by a peft\..*: give adapters to a model that was not", adapted, **batch)
+    refused(
+        r"was replaced by a peft\..*: adapters and quantization are for a model that was not",
+        adapted,
+        **batch,
+    )
 
 
 @pytest.mark.parametrize(("make", "said"), REFUSED)
 def test_what_cannot_be_sped_up_is_refused_in_one_line(make, said):
     refused(said, speed_up, make())
+
+
+class OwnHead(BertPreTrainedModel):
+    """A classifier as people write it, which names what it takes."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.bert = BertModel(config)
+        self.classifier = torch.nn.Linear(config.hidden_size, 2)
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, labels=None):
+        hidden = self.bert(input_ids, attention_mask, token_type_ids).last_hidden_state
+        return F.cross_entropy(self.classifier(hidden[:, 0]), labels)
+
+
+def test_a_class_of_ones_own_that_hands_nothing_on_is_not_packed(batch):
+    said = []
+    model = speed_up(OwnHead(tiny_model().config), say=said.append).eval()
+    assert "not packed sequences: its forward hands no position_ids and **kwargs" in said[0]
+    assert model(**batch).isfinite()

@@ -65,7 +65,10 @@ def master_of(weight: torch.Tensor, low: torch.Tensor | None) -> torch.Tensor:
         return weight.float()
     if weight.dtype == torch.float16:
         return weight.float() + low.float() / FINER
-    return (weight.float().view(torch.int32) + low.int()).view(torch.float32)
+    # Below zero's bits are those of NaN. No update leaves such low bits, but they may be of another
+    # weight, where somebody has loaded zeros into the model since.
+    low = torch.where((weight == 0) & (low < 0), 0, low.int())
+    return (weight.float().view(torch.int32) + low).view(torch.float32)
 
 
 def halves(master: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -352,8 +355,9 @@ def adamw(
         low = ((master - weight.to(tl.float32)) * FINER).to(tl.float16)
     else:
         if MASTERS:
-            master_bits = weight.to(tl.int32, bitcast=True) + low.to(tl.int32)
-            master = master_bits.to(tl.float32, bitcast=True)
+            # As in master_of: below zero's bits are those of NaN.
+            below = tl.where((weight == 0.0) & (low < 0), 0, low.to(tl.int32))
+            master = (weight.to(tl.int32, bitcast=True) + below).to(tl.float32, bitcast=True)
         else:
             master = weight
         if DECAYS:

@@ -15,7 +15,7 @@ def loss_of(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Ten
 
     Raises UserError where it computes none.
     """
-    loss = model(**batch).loss
+    loss = getattr(model(**batch), "loss", None)
     if loss is None:
         raise UserError(
             f"the model returns no loss for {', '.join(batch)}: give the batch labels, "
@@ -67,6 +67,12 @@ class GraphedStep:
         if not self.parameters:
             name = type(optimizer).__name__
             raise UserError(f"the {name} holds no parameters: {name}(model.parameters())")
+        if not set(self.parameters) & set(model.parameters()):
+            name = type(optimizer).__name__
+            raise UserError(
+                f"the {name} holds no parameter of this model, but those of another: "
+                f"{name}(model.parameters())"
+            )
         self.captures = capture
         self.device = self.parameters[0].device
         self.shapes: dict[str, tuple] | None = None

@@ -25,6 +25,7 @@ from qa_lib.own.samples import (
     check_dict,
     columns_of,
     doubts,
+    has_real_labels,
     length_of,
     lengths_and_ends,
 )
@@ -55,6 +56,8 @@ class PackedSequence(Mapping):
     """How many the sequence has, padding included."""
     longest: int
     """The most tokens that any sample of the dataset has."""
+    has_real_labels: bool = False
+    """Whether labels are real numbers, though those of these samples may all be whole."""
 
     def _refuse(self, *_):
         """Raise UserError that says how a batch is made of this."""
@@ -101,6 +104,7 @@ class PackedDataset(Dataset):
             self.tokens = min(self.tokens, tokens)
         self.rows = self.first
         self.rows_epoch = 0
+        self.has_real_labels = False
         self._share_epoch()
         self.fill = lengths[np.concatenate(self.rows)].sum() / (len(self.rows) * self.tokens)
 
@@ -174,7 +178,7 @@ class PackedDataset(Dataset):
             samples = self.dataset.__getitems__(numbers)
         else:
             samples = [self.dataset[number] for number in numbers]
-        return PackedSequence(samples, self.tokens, self.longest)
+        return PackedSequence(samples, self.tokens, self.longest, self.has_real_labels)
 
     def __copy__(self) -> "PackedDataset":
         """Return a copy that has an epoch of its own."""
@@ -234,6 +238,7 @@ def pack(
             f"tokenizer(..., truncation=True, max_length={tokens})"
         )
     packed = PackedDataset(dataset, lengths, tokens, samples, seed, drop_last)
+    packed.has_real_labels = has_real_labels(columns)
     say(
         f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
         f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full{_advice(packed, tokens)}"
@@ -315,6 +320,7 @@ class PackedCollator:
         """Return the inputs of `samples`: a list of dicts, or what an item of `pack(...)` is."""
         tokens = self.tokens
         longest = None
+        is_real = False
         if isinstance(samples, list) and samples and isinstance(samples[0], PackedSequence):
             if len(samples) > 1:
                 raise UserError(
@@ -325,6 +331,7 @@ class PackedCollator:
         if isinstance(samples, PackedSequence):
             tokens = samples.tokens
             longest = samples.longest
+            is_real = samples.has_real_labels
             samples = samples.samples
         if not isinstance(samples, list | tuple) or not samples:
             raise UserError(
@@ -340,7 +347,7 @@ class PackedCollator:
                 f"{len(samples)} samples have {total} tokens, and a packed sequence {tokens}: "
                 "take fewer samples, or pack(dataset, tokens=...), which counts them"
             )
-        return _inputs(samples, lengths, tokens, longest)
+        return _inputs(samples, lengths, tokens, longest, is_real)
 
 
 def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:
@@ -367,7 +374,7 @@ def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:
     return np.array(lengths, dtype=np.int64)
 
 
-def _inputs(samples, lengths, tokens: int, longest: int) -> dict[str, torch.Tensor]:
+def _inputs(samples, lengths, tokens: int, longest: int, is_real: bool) -> dict[str, torch.Tensor]:
     """Return what PackedCollator says."""
     inputs = {}
     for name in PER_TOKEN:
@@ -386,7 +393,9 @@ def _inputs(samples, lengths, tokens: int, longest: int) -> dict[str, torch.Tens
             inputs[name] = torch.tensor([int(sample[name]) for sample in samples])
     for name in LABELS:
         if name in samples[0]:
-            inputs["labels"] = _labels([sample[name] for sample in samples], lengths, longest)
+            inputs["labels"] = _labels(
+                [sample[name] for sample in samples], lengths, longest, is_real
+            )
             break
     return inputs
 
@@ -403,8 +412,11 @@ def _packed(columns: list, name: str, lengths: np.ndarray, tokens: int) -> torch
     return torch.from_numpy(packed)
 
 
-def _labels(labels: list, lengths: np.ndarray, longest: int) -> torch.Tensor:
-    """Return labels of samples, or of their tokens as for padded batches."""
+def _labels(labels: list, lengths: np.ndarray, longest: int, is_real: bool) -> torch.Tensor:
+    """Return labels of samples, or of their tokens as for padded batches.
+
+    They are real numbers if one of them is, or where the dataset's others are (`is_real`).
+    """
     arrays = [np.asarray(label) for label in labels]
     for number, array in enumerate(arrays):
         if array.dtype.kind not in "biuf":
@@ -412,7 +424,7 @@ def _labels(labels: list, lengths: np.ndarray, longest: int) -> torch.Tensor:
                 f"labels of sample {number} of the batch are {shown(labels[number])}: "
                 "give numbers, such as the class's"
             )
-    is_real = np.issubdtype(arrays[0].dtype, np.floating)
+    is_real |= any(array.dtype.kind == "f" for array in arrays)
     if arrays[0].ndim == 0 or is_real:
         for number, array in enumerate(arrays):
             if array.shape != arrays[0].shape:

@@ -88,6 +88,14 @@ def _refuse_samples(numbers: Sequence[int], what: str) -> None:
         )
 
 
+def has_real_labels(columns: dict[str, Sequence]) -> bool:
+    """Return whether any sample's label, a number, is not whole by its type."""
+    for name in LABELS:
+        if name in columns:
+            return any(np.asarray(v).dtype.kind == "f" for v in columns[name] if np.ndim(v) == 0)
+    return False
+
+
 def lengths_and_ends(column: Sequence) -> tuple[np.ndarray, np.ndarray]:
     """Return how many tokens each sample has, and which token its end repeats: both int64.
 

@@ -11,6 +11,7 @@ spec/rules.py, and its name in KINDS below, where its layers hand keyword argume
 attention kernel, or are made to. All tests of this part then take it.
 """
 
+import inspect
 from collections.abc import Callable
 from functools import cache
 from importlib.util import find_spec
@@ -177,12 +178,25 @@ def _why_not(name: str, model: PreTrainedModel, root: Rooted) -> str | None:
     if name == PACKING:
         if type(model).__name__.endswith("ForMultipleChoice"):
             return "a head for multiple choice counts the choices by the shape of its inputs"
+        if not _hands_on(model):
+            return "its forward hands no position_ids and **kwargs to the encoder"
         first_layer = layers_of(root)[0]
         config = first_layer.get_submodule(encoder_of(root).self_attention).config
         attention = config._attn_implementation
         if attention not in ("sdpa", QUICKEST):  # a configuration may be that of several models
             return f"attention {attention!r}: load the model with attn_implementation='sdpa'"
     return None
+
+
+def _hands_on(model: PreTrainedModel) -> bool:
+    """Return whether a model's forward takes what it has to hand on to its encoder.
+
+    A class of somebody's own may name the arguments that it knows, and no others.
+    """
+    parameters = inspect.signature(model.forward).parameters
+    return "cu_seqlens" in parameters or any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()
+    )
 
 
 def _card_lacks() -> str | None:
@@ -290,7 +304,7 @@ class QuickSelfAttention(FusedSelfAttention):
             raise UserError(
                 "the fused linear layer of query, key and value was replaced by a "
                 f"{type(self.qkv).__module__}.{type(self.qkv).__name__}: "
-                "give adapters to a model that was not sped up"
+                "adapters and quantization are for a model that was not sped up"
             )
         shape = (3, -1, self.width)
         if not is_packed:

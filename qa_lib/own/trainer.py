@@ -26,6 +26,7 @@ from qa_lib.own.trainer_checks import (
     check_checkpoint,
     check_collator,
     check_padding,
+    check_sampler,
     check_unpacked,
     name_of,
     short_name,
@@ -102,6 +103,7 @@ class FastTrainer(Trainer):
         if packed:
             check_collator(data_collator)
             check_unpacked(given.get("train_dataset"))
+            check_sampler(type(self))
         self.packed = packed
         self.say = say
         wants_half = half_weights and args.bf16

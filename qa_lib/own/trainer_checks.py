@@ -19,6 +19,7 @@ from transformers import (
     DefaultDataCollator,
     PreTrainedConfig,
     PreTrainedModel,
+    Trainer,
     default_data_collator,
 )
 
@@ -113,6 +114,15 @@ def check_collator(collator: Callable | None) -> None:
         f"packing replaces data_collator, and this {name_of(collator)} may do more than pad: "
         "FastTrainer(..., packed=False) keeps it"
     )
+
+
+def check_sampler(trainer: type) -> None:
+    """Raise UserError for a Trainer with a sampler of its own, which packing would leave out."""
+    if trainer._get_train_sampler is not Trainer._get_train_sampler:
+        raise UserError(
+            f"packing deals the samples itself, and {trainer.__name__} has _get_train_sampler of "
+            "its own: FastTrainer(..., packed=False) keeps it"
+        )
 
 
 def check_unpacked(data) -> None:
