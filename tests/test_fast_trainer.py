@@ -667,3 +667,10 @@ def test_a_sampler_of_its_own_is_refused_where_packing_would_leave_it_out(tmp_pa
     said = "packing deals the samples itself, and OfItsOwnSampler has _get_train_sampler of its own"
     refused(said, trainer_of, OfItsOwnSampler, "sequences", tmp_path)
     trainer_of(OfItsOwnSampler, "sequences", tmp_path, packed=False).train()
+
+
+def test_a_strategy_of_sampling_that_packing_leaves_out_is_said(tmp_path):
+    said = []
+    options = {"train_sampling_strategy": "group_by_length", "say": said.append}
+    trainer_of(FastTrainer, "sequences", tmp_path, **options).train()
+    assert "train_sampling_strategy='group_by_length' is left out: packing deals at random" in said

@@ -609,3 +609,12 @@ def test_labels_are_real_numbers_where_one_of_them_is(labels):
     rows = pack(samples, samples=1, say=quiet)
     for number in range(4):
         assert PackedCollator()(rows[number])["labels"].dtype == torch.float32
+
+
+def test_columns_that_are_left_out_are_named():
+    said = []
+    sample = {"input_ids": [1, 2, 3], "attention_mask": [1, 1, 1], "labels": 0}
+    pack([sample] * 8, samples=2, say=said.append)
+    assert len(said) == 1
+    pack([sample | {"weight": 0.5, "text": "a"}] * 8, samples=2, say=said.append)
+    assert said[-1] == "columns that PackedCollator leaves out: weight, text"

@@ -30,7 +30,6 @@ from qa_lib.own.samples import (
     lengths_and_ends,
 )
 
-PER_TOKEN = ("input_ids", "token_type_ids")  # columns of one number for each token
 IGNORED = -100  # the label of padding, which losses leave out
 # Spans of samples that are dealt by themselves, so that few samples too are dealt otherwise in each
 # epoch; each gives at least so many packed sequences.
@@ -38,6 +37,7 @@ SPANS = 4
 LEAST_SPAN = 16
 SPARE = 1.01  # the length of packed sequences, over the first epoch's fullest
 TRIES = 4  # dealings of an epoch, until one fits
+PER_TOKEN = ("input_ids", "token_type_ids")  # columns of one number for each token
 LOW_FILL = 0.8  # below this share of tokens that are no padding, `pack` says what helps
 WORTH_SAYING = 0.1  # of the fill, which it gains at least
 MOST_LONGER = 8  # by how many times it recommends longer sequences at the most
@@ -243,9 +243,22 @@ def pack(
         f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
         f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full{_advice(packed, tokens)}"
     )
+    unused = _columns_left_out(dataset)
+    if unused:
+        say(f"columns that PackedCollator leaves out: {', '.join(unused)}")
     for line in doubts(columns["input_ids"], lengths, ends):
         say(line)
     return packed
+
+
+def _columns_left_out(dataset) -> list[str]:
+    """Return the columns of samples that no model is handed, by the first sample or the dataset.
+
+    A mask of padding is made anew.
+    """
+    names = getattr(dataset, "column_names", None) or list(dataset[0])
+    known = {*PER_TOKEN, *PER_SAMPLE, *LABELS, "attention_mask"}
+    return [name for name in names if name not in known]
 
 
 def _check_number(name: str, value: int | None) -> None:

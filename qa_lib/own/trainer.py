@@ -208,6 +208,9 @@ class FastTrainer(Trainer):
             say=self.say,
         )
         check_padding(dataset, self.model.config)
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        if strategy != "random":
+            self.say(f"train_sampling_strategy={strategy!r} is left out: packing deals at random")
         options = {
             name: getattr(args, f"dataloader_{name}")
             for name in LOADER_OPTIONS
