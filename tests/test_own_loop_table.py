@@ -100,8 +100,9 @@ def test_the_block_has_finding_goals_and_table(block):
     assert finding == (
         "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed "
         "and by samples in a step: ×3.10 for paragraphs at 32 (×1.00 by kernels).** The tuned "
-        "Trainer's GPU works for 15.6 % of its step for paragraphs at 32, and waits for the host "
-        "else: what the lead is above that by kernels comes from this host."
+        "Trainer's GPU works for 15.6 % of its step for paragraphs at 32. For the rest of it the "
+        "GPU waits for the host: where a lead is larger than the lead by kernels, the difference "
+        "is this host's."
     )
     assert goals == (
         "The goal of ×3.00 over the tuned Trainer for the loop at 32 samples: reached for "
@@ -140,7 +141,7 @@ def test_a_lead_is_told_by_kernels_too_where_both_are_known(block):
     assert "×3.10 for paragraphs at 32 (×2.50 by kernels).**" in block(quick)
     unknown = [one | {"kernel_ms": None} for one in LINES]
     assert "×3.10 for paragraphs at 32.**" in block(unknown)
-    assert "waits for the host else" not in block(unknown)
+    assert "For the rest of it" not in block(unknown)
 
 
 def test_what_was_timed_by_other_code_is_told_in_a_sentence(block):

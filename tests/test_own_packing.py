@@ -539,8 +539,8 @@ MISSHAPEN = [
     ([GOOD | {"attention_mask": [1, 1, 0]}], "sample 0 of the batch is padded"),
     (
         [GOOD | {"labels": [1, 2]}],
-        "sample 0 of the batch has 2 labels for 3 tokens: for labels of tokens give one for each, "
-        "and for several labels of a sample real numbers, such as 1.0",
+        "sample 0 of the batch has 2 labels for 3 tokens: give a label for each token; where a "
+        "sample has several labels, give them as real numbers, such as 1.0",
     ),
     ([GOOD | {"labels": [1, 2, 0]}, GOOD], "sample 1 of the batch has 1 labels for 3 tokens"),
     ([GOOD | {"token_type_ids": [1]}], "has 1 token_type_ids for 3 tokens"),

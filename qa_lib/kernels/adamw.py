@@ -355,7 +355,7 @@ def adamw(
         low = ((master - weight.to(tl.float32)) * FINER).to(tl.float16)
     else:
         if MASTERS:
-            # As in master_of: below zero's bits are those of NaN.
+            # master_of says why: below zero's bits are those of NaN.
             below = tl.where((weight == 0.0) & (low < 0), 0, low.to(tl.int32))
             master = (weight.to(tl.int32, bitcast=True) + below).to(tl.float32, bitcast=True)
         else:

@@ -262,7 +262,7 @@ def key_value_grads(
             CAUSAL=True,
             REACH=REACH,
         )
-    # As above, but for first and last and CAUSAL: from here on every query sees all of the keys.
+    # The same call with another first, last and CAUSAL: from here on queries see all of the keys.
     dk, dv = add_queries(
         dk=dk,
         dv=dv,
@@ -433,7 +433,7 @@ def query_grads(
             ENDS=True,
             CAUSAL=True,
         )
-    # As above, but for first and last, ENDS and CAUSAL: every query of the block sees these keys.
+    # The same call with another first, last, ENDS and CAUSAL: all queries here see these keys.
     return add_keys(
         dq=dq,
         query=query,

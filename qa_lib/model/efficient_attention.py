@@ -75,7 +75,11 @@ _OPTIONS = "Tensor padding_mask, SymInt[] limits, float dropout, float scale"
     schema=f"(Tensor qkv, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
 )
 def _efficient(qkv, padding_mask, limits, dropout, scale):
-    """Return the output, and for the backward pass logsumexp, and seed and offset of each run."""
+    """Return four tensors: the output, and what the backward pass needs.
+
+    That is the logsumexp of each query, and the seed and the offset by which each run of the kernel
+    drew its dropout.
+    """
     heads = qkv.shape[2]
     padding_mask = padding_mask.to(qkv.dtype)
     outputs = []

@@ -452,7 +452,7 @@ def _labels(labels: list, lengths: np.ndarray, longest: int, is_real: bool) -> t
         if array.shape != (length,):
             raise UserError(
                 f"sample {number} of the batch has {array.size} labels for {length} tokens: "
-                "for labels of tokens give one for each, and for several labels of a sample "
+                "give a label for each token; where a sample has several labels, give them as "
                 "real numbers, such as 1.0"
             )
         padded[number, :length] = array

@@ -129,9 +129,12 @@ def length_of(ids, which: str) -> int:
     """Return how many tokens a sample has; raise UserError where its ids are no flat list."""
     try:
         first = np.asarray(ids[:1])
-    except (TypeError, IndexError):  # of a number, or of a tensor that is not on the CPU
-        first = None
-    if first is None or first.ndim != 1 or (len(first) and first.dtype.kind not in "iu"):
+        is_flat = first.ndim == 1
+        # An empty list has no type of numbers.
+        is_whole = first.size == 0 or first.dtype.kind in "iu"
+    except (TypeError, IndexError):  # a number, or a tensor that is not on the CPU
+        is_flat = is_whole = False
+    if not is_flat or not is_whole:
         raise UserError(
             f"input_ids of {which} are no list of whole numbers: "
             "tokenize by tokenizer(text), without return_tensors"

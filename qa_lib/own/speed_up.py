@@ -309,7 +309,8 @@ class QuickSelfAttention(FusedSelfAttention):
         shape = (3, -1, self.width)
         if not is_packed:
             return self.qkv(hidden_states).unflatten(-1, shape), None
-        weight, qkv_bias = self.qkv.weight, self.qkv.bias
+        weight = self.qkv.weight
+        qkv_bias = self.qkv.bias
         qkv = F.linear(hidden_states, weight, qkv_bias.detach()).unflatten(-1, shape)
         if quickest_kernel(self, qkv) == "triton-varlen":
             return qkv, qkv_bias

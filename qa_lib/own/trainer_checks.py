@@ -28,7 +28,7 @@ from qa_lib.model.fused_projections import FusedSelfAttention
 from qa_lib.own.packing import LABELS, PackedCollator, PackedDataset, PackedSequence
 from qa_lib.train.master_adamw import MasterAdamW
 
-# Of a model's configuration: the tokens that texts begin with, and those that they end in.
+# Names in a model's configuration: tokens that texts begin with, and tokens that they end in.
 FIRST_TOKENS = ("bos_token_id", "cls_token_id")
 LAST_TOKENS = ("eos_token_id", "sep_token_id")
 SHORT_NAMES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -79,9 +79,9 @@ def _name_of_token_labels(samples: list[Mapping], lengths: list[int]) -> str | N
         if name not in samples[0]:
             continue
         labels = [np.asarray(sample[name]) for sample in samples]
-        shapes = [label.shape for label in labels]
         are_whole = all(label.dtype.kind in "iu" for label in labels)
-        return name if are_whole and shapes == [(length,) for length in lengths] else None
+        are_of_tokens = [label.shape for label in labels] == [(length,) for length in lengths]
+        return name if are_whole and are_of_tokens else None
     return None
 
 

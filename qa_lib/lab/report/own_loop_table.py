@@ -236,8 +236,8 @@ def waiting_sentence(ways: pd.DataFrame) -> str:
         for share, line in zip(busy, tuned.itertuples(), strict=True)
     )
     return (
-        f"The tuned Trainer's GPU works for {said}, and waits for the host else: what the lead is "
-        "above that by kernels comes from this host."
+        f"The tuned Trainer's GPU works for {said}. For the rest of it the GPU waits for the host: "
+        "where a lead is larger than the lead by kernels, the difference is this host's."
     )
 
 

@@ -176,7 +176,7 @@ def quickest_of_each_kind(lines: pd.DataFrame) -> tuple[pd.Series, pd.Series]:
             "no variant that divides the model ran on as many GPUs as one that does not, "
             "at one batch"
         )
-    # Of several with the most GPUs this is the first, which has the smallest batch.
+    # Where several have the most GPUs, `max` takes the first, which has the smallest batch.
     part = max(with_both, key=lambda part: part["world"].iloc[0])
     whole = part[~part["is_divided"]]
     divided = part[part["is_divided"]]
