@@ -127,6 +127,46 @@ def test_with_bf16_weights_are_in_bf16_over_masters(tmp_path):
     assert losses[0] == pytest.approx(losses[1], abs=0.02)
 
 
+class WeightedTrainer(FastTrainer):
+    """A trainer whose loss has weights of classes, in fp32, and of samples."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        weights = inputs.pop("weight")
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        losses = torch.nn.functional.cross_entropy(
+            outputs.logits, labels, weight=torch.tensor([1.0, 3.0]), reduction="none"
+        )
+        loss = (weights * losses).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_loss_has_weights_of_classes_and_of_samples(bf16, tmp_path):
+    """Samples of weight 0 teach nothing: training is that of the others alone."""
+    samples = drawn_samples("sequences", 16)
+    weighted = [sample | {"weight": float(number % 2)} for number, sample in enumerate(samples)]
+    trainer = WeightedTrainer(
+        tiny_model(),
+        arguments(tmp_path, bf16=bf16, remove_unused_columns=False, max_steps=1),
+        data_collator=PackedCollator(keep=["weight"]),
+        train_dataset=weighted,
+        eval_dataset=weighted,
+        say=quiet,
+    )
+    batch = next(iter(trainer.get_train_dataloader()))
+    loss = trainer.compute_loss(trainer.model, dict(batch))
+    loss.backward()
+    gradient = trainer.model.classifier.weight.grad.clone()
+    trainer.model.zero_grad()
+    taught = PackedCollator(keep=["weight"])([s for s in weighted if s["weight"]])
+    (trainer.compute_loss(trainer.model, dict(taught)) / 2).backward()
+    torch.testing.assert_close(gradient, trainer.model.classifier.weight.grad, atol=2e-2, rtol=0)
+    assert loss.dtype == torch.float32
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] > 0
+
+
 def test_the_arguments_that_it_was_given_stay_as_they_were(tmp_path):
     args = arguments(tmp_path, bf16=True)
     trainer = FastTrainer(tiny_model(head="sequences"), args, say=quiet)

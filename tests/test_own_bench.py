@@ -17,6 +17,7 @@ from qa_lib.own.bench_turns import TimeIsUp, WayFailed
 from tests.own_ways import idle
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+TINY = bench_ways.SIZES["tiny"]
 BRIEF = "--task labels --batch 4 --samples 16 --steps 1 --warm-up 1 --rounds 2 --ways".split()
 
 
@@ -239,7 +240,7 @@ def test_a_line_says_what_was_measured(ways, tmp_path, capsys):
     line = json.loads(path.read_text())
     assert line == json.loads(capsys.readouterr().out.splitlines()[0])
     assert line.pop("date") >= line.pop("sitting") > "2026"
-    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples("labels", 16, 100)]
+    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples("labels", 16, TINY)]
     assert line == {
         "card": "cpu",
         "torch": torch.__version__,
@@ -447,7 +448,7 @@ def test_the_benchs_plain_batches_are_whole_and_in_another_order_in_each_epoch()
     [("pairs", 36, 0.45, 128), ("paragraphs", 160, 0.35, 384), ("labels", 22, 0.6, 128)],
 )
 def test_the_benchs_samples_are_as_long_as_those_of_the_data_sets(task, median, spread, longest):
-    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples(task, 4000, 100)]
+    lengths = [len(sample["input_ids"]) for sample in bench_ways.drawn_samples(task, 4000, TINY)]
     assert statistics.median(lengths) == pytest.approx(median, abs=3)
     assert longest / 1.2 < max(lengths) <= longest
     # The spread is that of the lengths' logarithms: 68 % lie within it of the median.
@@ -483,10 +484,18 @@ def test_a_length_that_no_batch_can_have_is_not_visited():
 
 @pytest.mark.parametrize("task", bench_ways.TASKS)
 def test_the_benchs_samples_have_labels_that_can_be_learnt(task):
-    samples = bench_ways.drawn_samples(task, 20, 100)
+    samples = bench_ways.drawn_samples(task, 20, TINY)
     for sample in samples:
         first = sample["labels"][0] if task == "labels" else sample["labels"]
         assert first == sample["input_ids"][0] % 2
     assert torch.equal(
         bench_ways.padded(samples)["input_ids"][0][:3], torch.tensor(samples[0]["input_ids"][:3])
     )
+
+
+@pytest.mark.parametrize("size", bench_ways.SIZES)
+def test_no_token_of_the_benchs_samples_is_padding(size):
+    # Few words, of which padding is the last: a sample that ended in it would be refused.
+    few = type(bench_ways.SIZES[size])(vocab_size=20, pad_token_id=19)
+    for sample in bench_ways.drawn_samples("pairs", 50, few):
+        assert 19 not in sample["input_ids"]

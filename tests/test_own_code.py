@@ -91,7 +91,7 @@ def test_the_notebook_adds_one_technique_after_the_other(monkeypatch):
     drawn = bench_ways.drawn_samples
     # Of 64 batches eight.
     monkeypatch.setattr(
-        bench_ways, "drawn_samples", lambda task, count, words: drawn(task, count // 8, words)
+        bench_ways, "drawn_samples", lambda task, count, config: drawn(task, count // 8, config)
     )
     run_here("notebooks/own_loop.ipynb", batch=8, steps=2, warm_up=1)
     results = names()["results"]

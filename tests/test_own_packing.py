@@ -617,4 +617,44 @@ def test_columns_that_are_left_out_are_named():
     pack([sample] * 8, samples=2, say=said.append)
     assert len(said) == 1
     pack([sample | {"weight": 0.5, "text": "a"}] * 8, samples=2, say=said.append)
-    assert said[-1] == "columns that PackedCollator leaves out: weight, text"
+    told = "columns that PackedCollator leaves out, unless keep names them: weight, text"
+    assert said[-1] == told
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype"),
+    [
+        ([0.5, 2.0, 1.0], torch.float32),
+        ([0.5, 2, 1], torch.float32),
+        ([3, 1, 2], torch.int64),
+        ([True, False, True], torch.bool),
+        ([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]], torch.float32),
+    ],
+)
+def test_columns_that_are_named_are_kept_in_the_order_of_the_samples(values, dtype):
+    samples = [{"input_ids": [5] * n, "weight": value} for n, value in enumerate(values, 1)]
+    collate = PackedCollator(keep=["weight"])
+    for batch in (collate(samples), collate(pack(samples, samples=3, say=quiet)[0])):
+        order = (batch["cu_seqlens"][1:4] - batch["cu_seqlens"][:3] - 1).tolist()
+        assert batch["weight"].dtype == dtype
+        assert batch["weight"].tolist() == [values[number] for number in order]
+
+
+@pytest.mark.parametrize(
+    ("weights", "said"),
+    [
+        ([1.0, None], "sample 1 of the batch is None: keep takes numbers"),
+        ([1.0, "heavy"], "sample 1 of the batch is 'heavy': keep takes numbers"),
+        ([[1.0], [1.0, 2.0]], "as many for each sample"),
+    ],
+)
+def test_kept_columns_that_are_no_numbers_are_refused(weights, said):
+    samples = [{"input_ids": [5, 6], "weight": weight} for weight in weights]
+    refused(said, PackedCollator(keep=["weight"]), samples)
+
+
+def test_names_that_cannot_be_kept_are_refused():
+    refused(r"keep=\['weight'\]", PackedCollator, keep="weight")
+    refused("keep names labels, which PackedCollator takes anyway", PackedCollator, keep=["labels"])
+    samples = [{"input_ids": [5, 6]}]
+    refused("remove_unused_columns=False", PackedCollator(keep=["weight"]), samples)

@@ -15,6 +15,7 @@ from transformers import (
     AutoConfig,
     AutoModelForMaskedLM,
     AutoModelForMultipleChoice,
+    BertForSequenceClassification,
     BertModel,
     BertPreTrainedModel,
     PreTrainedModel,
@@ -396,9 +397,31 @@ def test_bf16_weights_are_near_to_fp32(collate):
     batch = collate(drawn_samples("sequences", 5))
     model = speed_up(tiny_model(), say=quiet)
     expected = model(**batch).logits
-    torch.testing.assert_close(
-        model.bfloat16()(**batch).logits.float(), expected, atol=2e-2, rtol=0
-    )
+    torch.testing.assert_close(model.bfloat16()(**batch).logits, expected, atol=2e-2, rtol=0)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("head", ["questions", "sequences", "tokens"])
+def test_logits_and_losses_are_in_fp32_with_weights_in_bf16(kind, head):
+    batch = PackedCollator()(drawn_samples(head, 5))
+    output = speed_up(tiny_model(kind, head), say=quiet).bfloat16()(**batch)
+    logits = output.start_logits if head == "questions" else output.logits
+    assert logits.dtype == torch.float32
+    assert output.loss.dtype == torch.float32
+    output.loss.backward()
+
+
+def test_a_class_of_ones_own_hands_its_logits_on_as_they_are(batch):
+    class Scored(BertForSequenceClassification):
+        def __init__(self, config):
+            super().__init__(config)
+            self.scale = torch.nn.Linear(2, 1)
+
+        def forward(self, labels=None, **kwargs):
+            return self.scale(super().forward(**kwargs).logits)
+
+    model = speed_up(Scored(tiny_model().config), say=quiet).bfloat16()
+    assert model(**batch).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

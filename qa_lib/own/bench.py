@@ -130,8 +130,7 @@ class Bench:
         self.settings = settings_of(arguments)
         self.earlier = lines_of(arguments.out) if arguments.out else []
         self.known = matching(self.earlier, self.settings)
-        words = SIZES[arguments.size].vocab_size
-        samples = drawn_samples(arguments.task, arguments.samples, words)
+        samples = drawn_samples(arguments.task, arguments.samples, SIZES[arguments.size])
         self.tokens = statistics.mean(len(sample["input_ids"]) for sample in samples)
         self.sitting = datetime.now(UTC).isoformat(timespec="seconds")
         self.failed: list[str] = []

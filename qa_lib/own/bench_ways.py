@@ -32,6 +32,7 @@ from transformers import (
     AutoModelForTokenClassification,
     BertConfig,
     ModernBertConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PrinterCallback,
     Trainer,
@@ -103,19 +104,20 @@ def work_of(task: str, size: str, samples: int, batch: int, steps: int, measured
     torch.manual_seed(0)
     config = copy.deepcopy(SIZES[size])
     model = TASKS[task].model_class.from_config(config, attn_implementation="sdpa")
-    drawn = drawn_samples(task, samples, config.vocab_size)
+    drawn = drawn_samples(task, samples, config)
     return Work(model.to(DEVICE).train(), drawn, batch, steps, measured)
 
 
-def drawn_samples(task: str, count: int, words: int) -> list[dict]:
-    """Return samples of a task, random but for lengths and labels."""
+def drawn_samples(task: str, count: int, config: PreTrainedConfig) -> list[dict]:
+    """Return samples of a task for a model of `config`, random but for lengths and labels."""
     meant = TASKS[task]
     draw = np.random.default_rng(0)
     lengths = np.exp(draw.normal(np.log(meant.median), meant.spread, count))
     lengths = lengths.clip(3, meant.longest).astype(int)
     samples = []
     for length in lengths:
-        ids = draw.integers(FIRST_TOKEN, words, length)
+        ids = draw.integers(FIRST_TOKEN, config.vocab_size, length)
+        ids[ids == config.pad_token_id] = FIRST_TOKEN  # a sample that ends in padding is refused
         has_token_labels = meant.model_class is AutoModelForTokenClassification
         labels = ids % 2 if has_token_labels else ids[0] % 2
         samples.append({"input_ids": ids.tolist(), "labels": labels.tolist()})

@@ -30,6 +30,9 @@ from qa_lib.model.hash_dropout import HashDropout, drawn_seeds
 from qa_lib.model.packed_attention import QUICKEST, Segments
 from qa_lib.own.packing import IGNORED
 
+# The last modules of the heads of transformers, of which a model has one.
+HEAD_OUTPUTS = ("classifier", "qa_outputs")
+
 
 class Rooted(nn.Module):
     """The encoder of any model of transformers where model/architectures.py looks for it.
@@ -43,6 +46,29 @@ class Rooted(nn.Module):
         self.config = model.config
         self.encoder_name = model.base_model_prefix
         self.add_module(self.encoder_name, model.base_model)
+
+
+# Logits.
+
+
+def score_in_fp32(model: nn.Module) -> None:
+    """Have a head of transformers give its logits in fp32, in place, also with weights in half.
+
+    A loss is then computed in fp32, as it is under autocast, and one of somebody's own may have
+    weights of classes in fp32. A class of somebody's own may hand its logits to further weights,
+    and stays as it is.
+    """
+    if type(model).__module__.partition(".")[0] != "transformers":
+        return
+    for name in HEAD_OUTPUTS:
+        head = getattr(model, name, None)
+        if head is not None:
+            head.register_forward_hook(_in_fp32)
+
+
+def _in_fp32(head: nn.Module, args: tuple, logits: torch.Tensor) -> torch.Tensor:
+    """Return logits in fp32, or in fp64 as they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 # Seeds.

@@ -38,6 +38,7 @@ LEAST_SPAN = 16
 SPARE = 1.01  # the length of packed sequences, over the first epoch's fullest
 TRIES = 4  # dealings of an epoch, until one fits
 PER_TOKEN = ("input_ids", "token_type_ids")  # columns of one number for each token
+TAKEN = {*PER_TOKEN, *PER_SAMPLE, *LABELS, "attention_mask"}  # what PackedCollator knows by name
 LOW_FILL = 0.8  # below this share of tokens that are no padding, `pack` says what helps
 WORTH_SAYING = 0.1  # of the fill, which it gains at least
 MOST_LONGER = 8  # by how many times it recommends longer sequences at the most
@@ -245,7 +246,7 @@ def pack(
     )
     unused = _columns_left_out(dataset)
     if unused:
-        say(f"columns that PackedCollator leaves out: {', '.join(unused)}")
+        say(f"columns that PackedCollator leaves out, unless keep names them: {', '.join(unused)}")
     for line in doubts(columns["input_ids"], lengths, ends):
         say(line)
     return packed
@@ -257,8 +258,7 @@ def _columns_left_out(dataset) -> list[str]:
     A mask of padding is made anew.
     """
     names = getattr(dataset, "column_names", None) or list(dataset[0])
-    known = {*PER_TOKEN, *PER_SAMPLE, *LABELS, "attention_mask"}
-    return [name for name in names if name not in known]
+    return [name for name in names if name not in TAKEN]
 
 
 def _check_number(name: str, value: int | None) -> None:
@@ -303,21 +303,25 @@ class PackedCollator:
     DataLoader's collate_fn, with any dataset and sampler. Packed sequences then have `tokens`
     tokens, or as many as the samples need, a multiple of 64.
 
-    It takes these columns of a sample, and leaves out others: `input_ids` and `token_type_ids`;
-    `labels` (or `label`), which are a number, a list of real numbers for the sample, or a list of
-    whole numbers, one for each token; `start_positions` and `end_positions`. The result is a dict
-    of tensors on the CPU:
+    It takes these columns of a sample: `input_ids` and `token_type_ids`; `labels` (or `label`),
+    which are a number, a list of real numbers for the sample, or a list of whole numbers, one for
+    each token; `start_positions` and `end_positions`; and those that `keep` names, such as a weight
+    in a loss of your own: numbers, or lists of as many numbers for each sample. It leaves out
+    others. The result is a dict of tensors on the CPU:
 
     - `input_ids`, `position_ids` and `token_type_ids`, int64 [1, tokens];
     - `cu_seqlens`, int32 [segments + 1]: 0, then where each sample ends, then the padding's ends;
     - `attention_mask`, int64 [samples, longest], which is 1 for tokens: of what the head gets;
     - `labels` and positions as for padded batches of `longest` tokens: [samples],
-      [samples, labels], or [samples, longest] with -100 for padding.
+      [samples, labels], or [samples, longest] with -100 for padding;
+    - what `keep` names, [samples] or [samples, numbers], fp32 for real numbers. No model of
+      transformers knows these: take them out of the batch before the model is called.
 
     A call of the model returns for each sample what a padded batch would.
 
     Raises UserError, which names the sample, where one is empty or padded, lacks what others have,
-    or has another number of labels than of tokens; and where all have more tokens than `tokens`.
+    or has another number of labels than of tokens; where all have more tokens than `tokens`; and
+    for a name in `keep` that is of no column of numbers, or of one that is taken anyway.
 
         from qa_lib import PackedCollator
 
@@ -325,9 +329,11 @@ class PackedCollator:
         logits = model(**batch).logits  # [samples, labels], for a head that classifies samples
     """
 
-    def __init__(self, tokens: int | None = None):
+    def __init__(self, tokens: int | None = None, keep: Sequence[str] = ()):
         _check_number("tokens", tokens)
+        _check_names(keep)
         self.tokens = tokens
+        self.keep = tuple(keep)
 
     def __call__(self, samples: PackedSequence | list) -> dict[str, torch.Tensor]:
         """Return the inputs of `samples`: a list of dicts, or what an item of `pack(...)` is."""
@@ -360,7 +366,41 @@ class PackedCollator:
                 f"{len(samples)} samples have {total} tokens, and a packed sequence {tokens}: "
                 "take fewer samples, or pack(dataset, tokens=...), which counts them"
             )
-        return _inputs(samples, lengths, tokens, longest, is_real)
+        inputs = _inputs(samples, lengths, tokens, longest, is_real)
+        for name in self.keep:
+            inputs[name] = _kept(samples, name)
+        return inputs
+
+
+def _check_names(keep: Sequence[str]) -> None:
+    """Raise UserError for what are no names of columns beside those that are taken anyway."""
+    if isinstance(keep, str):
+        raise UserError(f"keep is {keep!r}: give a list of names, keep=[{keep!r}]")
+    for name in keep:
+        if name in TAKEN:
+            raise UserError(f"keep names {name}, which PackedCollator takes anyway: leave it out")
+
+
+def _kept(samples: Sequence[dict], name: str) -> torch.Tensor:
+    """Return a further column of samples as a tensor [samples] or [samples, numbers].
+
+    Raises UserError where it is not of numbers, as many for each sample.
+    """
+    for number, sample in enumerate(samples):
+        if name not in sample:
+            raise UserError(
+                f"sample {number} of the batch has no {name}, which keep names "
+                "(a Trainer leaves it out, unless remove_unused_columns=False)"
+            )
+    arrays = [np.asarray(sample[name]) for sample in samples]
+    for number, array in enumerate(arrays):
+        if array.dtype.kind not in "biuf" or array.shape != arrays[0].shape:
+            raise UserError(
+                f"{name} of sample {number} of the batch is {shown(samples[number][name])}: "
+                "keep takes numbers, as many for each sample"
+            )
+    stacked = torch.from_numpy(np.stack(arrays))
+    return stacked.float() if stacked.is_floating_point() else stacked
 
 
 def _checked_lengths(samples: Sequence[dict]) -> np.ndarray:

@@ -42,6 +42,7 @@ from qa_lib.own.packed_model import (
     draw_dropouts,
     hand_on_segments,
     refuse_packed,
+    score_in_fp32,
     take_packed,
 )
 from qa_lib.spec.rules import lacking, unfit_heads
@@ -75,8 +76,9 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     sequences or tokens, or with none. Make the optimizer afterwards: some parameters are new ones.
     Everything else stays as it is: training and evaluation, gradient checkpointing, autocast,
     `torch.compile`, DistributedDataParallel, `save_pretrained`. It then also takes packed
-    sequences: the batches that PackedCollator gives. `say` takes one line on what was taken and
-    what was not, and why.
+    sequences: the batches that PackedCollator gives. Logits and losses of a head of transformers
+    are in fp32, also where weights are in half precision. `say` takes one line on what was taken
+    and what was not, and why.
 
     Raises UserError for another architecture, a decoder, a model with adapters or quantized
     weights, and one that has been sped up. Later a call of the model raises it for adapters that
@@ -106,6 +108,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
     if FUSED_GELU not in left_out:
         _use_fused_gelu(root)
     keep_frequencies(root)
+    score_in_fp32(model)
     # First what refuses or lays out, then seeds: hooks are called in this order.
     encoder = root.get_submodule(root.encoder_name)
     if PACKING in left_out:

@@ -217,7 +217,10 @@ class FastTrainer(Trainer):
             if hasattr(args, f"dataloader_{name}")
         }
         # In order: the packed sequences are in random order themselves, another in each epoch.
-        loader = DataLoader(rows, batch_size=1, collate_fn=PackedCollator(), **options)
+        collator = self.data_collator
+        if not isinstance(collator, PackedCollator):
+            collator = PackedCollator()
+        loader = DataLoader(rows, batch_size=1, collate_fn=collator, **options)
         return self.accelerator.prepare(loader)
 
     def num_examples(self, dataloader: DataLoader) -> int:
