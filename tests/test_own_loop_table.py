@@ -94,20 +94,20 @@ def test_without_a_file_nothing_has_been_measured(tmp_path, monkeypatch):
     assert text == "How much it gives on a GPU is not measured yet."
 
 
-def test_the_block_has_finding_goals_and_table(block):
+def test_the_block_has_finding_leads_goals_and_table(block):
     text = block(LINES)
-    finding, goals, header, *rows = [part for part in text.splitlines() if part]
+    finding, lead_header, _, lead, said, header, *rows = filter(None, text.splitlines())
     assert finding == (
-        "**On one H200 a loop with all of it trains, in multiples of the tuned Trainer's speed "
-        "and by samples in a step: ×3.10 for paragraphs at 32 (×1.00 by kernels).** The tuned "
-        "Trainer's GPU works for 15.6 % of its step for paragraphs at 32. For the rest of it the "
-        "GPU waits for the host: where a lead is larger than the lead by kernels, the difference "
-        "is this host's."
+        "**On one H200 a loop with all of it trains at ×3.10 the speed of the tuned Trainer, for "
+        "paragraphs at 32 samples a step (×1.00 by kernels).**"
     )
-    assert goals == (
-        "The goal of ×3.00 over the tuned Trainer for the loop at 32 samples: reached for "
-        "paragraphs (×3.10). The goal of ×1.50 over the tuned Trainer for "
-        "`FastTrainer(cuda_graph=True)` at 32 samples: missed for paragraphs (×1.40)."
+    assert "| by kernels | `FastTrainer` | the Trainer's GPU works for |" in lead_header
+    assert lead == "| paragraphs at 32 | ×3.10 | ×1.00 | ×1.40 | 15.6\u00a0% |"
+    assert said == (
+        "For the rest of its step the tuned Trainer's GPU waits for the host: where a lead is "
+        "larger than the lead by kernels, the difference is this host's. The goals are ×3.00 for "
+        "the loop at 32 samples and ×1.60 at 128, and ×1.50 for `FastTrainer`: 1 of 2 are reached, "
+        "missed by `FastTrainer` for paragraphs at 32 (×1.40 of ×1.50)."
     )
     assert "× the tuned Trainer" in header
     assert rows[1].startswith("| paragraphs, BERT-base, 32 in a step | a plain loop (loop) | 500")
@@ -119,15 +119,28 @@ def test_parts_may_have_turns_of_other_lengths(block):
     longer = [one | {"batch": 128, "steps": 200, "sitting": "2026-11-28T21:00"} for one in LINES]
     text = block([*LINES, *longer])
     assert "of 100–200 steps each, in turns, in 2 calls" in text
-    assert "The goal of ×1.60 over the tuned Trainer for the loop at 128 samples: reached" in text
+    assert "2 of 4 are reached" in text
+    assert "`FastTrainer` for paragraphs at 128 (×1.40 of ×1.50)." in text
+
+
+def test_the_finding_is_of_paragraphs_where_these_were_timed(block):
+    pairs = [one | {"task": "pairs"} for one in LINES]
+    assert "for paragraphs at 32 samples a step" in block([*pairs, *LINES]).splitlines()[0]
+    assert "for pairs of sentences at 32 samples a step" in block(pairs).splitlines()[0]
+
+
+def test_goals_are_of_bert_base(block):
+    modern = [one | {"size": "modernbert"} for one in LINES]
+    text = block(modern)
+    assert "| paragraphs with ModernBERT-base at 32 | ×3.10 |" in text
+    assert "The goals" not in text
+    quick = [one | {"samples_per_s": 2000.0} if one["way"] == FAST else one for one in LINES]
+    assert "all 2 are reached." in block([*quick, *modern])
 
 
 def test_where_the_tuned_trainer_has_not_run_the_plain_loop_is_what_counts(block):
     text = block([line(LOOP, 0, 100.0), line(ALL, 0, 250.0)])
-    assert (
-        "in multiples of a plain loop's speed and by samples in a step: ×2.50 for paragraphs"
-        in text
-    )
+    assert "at ×2.50 the speed of a plain loop, for paragraphs at 32 samples a step" in text
     assert "goal" not in text
     assert "× the tuned Trainer" not in text
 
@@ -138,9 +151,9 @@ def test_a_block_without_the_loop_has_a_table_alone(block):
 
 def test_a_lead_is_told_by_kernels_too_where_both_are_known(block):
     quick = [one | {"kernel_ms": 2.0} if one["way"] == ALL else one for one in LINES]
-    assert "×3.10 for paragraphs at 32 (×2.50 by kernels).**" in block(quick)
+    assert "paragraphs at 32 samples a step (×2.50 by kernels).**" in block(quick)
     unknown = [one | {"kernel_ms": None} for one in LINES]
-    assert "×3.10 for paragraphs at 32.**" in block(unknown)
+    assert "paragraphs at 32 samples a step.**" in block(unknown)
     assert "For the rest of it" not in block(unknown)
 
 
@@ -232,7 +245,7 @@ def test_the_loop_is_to_reach_nine_tenths_of_the_newest_codes_own_training(block
 
 def test_a_notebook_shows_the_committed_table_where_there_is_a_checkout(tmp_path, monkeypatch):
     text = own_loop_table.on_a_gpu()
-    assert text.startswith("**On one H200 a loop with all of it trains, ")
+    assert text.startswith("**On one H200 a loop with all of it trains at ×")
     assert "| all that, as one CUDA graph (all) |" in text
     monkeypatch.setattr(own_loop_table, "ROOT", tmp_path)
     with pytest.raises(NotMeasured, match="is in a checkout alone"):
