@@ -723,14 +723,15 @@ def test_tagged_variants_and_those_of_a_family_come_in_the_order_of_the_table():
             "A1 A2 A3 A4-nb A4 E-packed E-adamw E-graph E-bf16 E-masters E-qkv E-dropout E-regions "
             "E-varlen E-norm E-gelu E-moments E-uncompiled E-fp8-uncompiled E-fp8-all "
             "E-fp8-gradients L1 L-bf16 L-sdpa L-compile L-adamw L-graph L-masters L-dropout "
-            "L-norm L-gelu L-attention L-loss L-moments L-fp8 L-fp8-head",
+            "L-norm L-gelu L-attention L-loss L-moments L-fp8 L-fp8-head L-fp8-gradients "
+            "L-fp8-uncompiled L-fp8-all",
         ),
         (
             "headline",
             "A1 A0-longest A0-compile A0-tuned E-searched E-recompute-8bit E-uncompiled "
             "E-fp8-gradients E-t4-norm P-peers L1 L0-sdpa L0-compile L-dropout L-moments "
-            "L-fp8-head L-fp8-head-nodropout L-moments-nodropout L-plain L-plain-bf16 "
-            "L-plain-bf16-nodropout L-searched",
+            "L-fp8-head L-fp8-all L-fp8-all-nodropout L-fp8-head-nodropout L-moments-nodropout "
+            "L-plain L-plain-bf16 L-plain-bf16-nodropout L-searched L-searched-nodropout",
         ),
     ],
 )

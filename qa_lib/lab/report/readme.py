@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, facts, in_turns, scaling, spoken
+from qa_lib.lab.report import evidence, facts, in_turns, language_in_turns, scaling, spoken
 from qa_lib.lab.report.counters import kernel_use
-from qa_lib.lab.report.figures import picture_link, speed_finding, timed
+from qa_lib.lab.report.figures import picture_link, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import first_screen, folded, judged
 from qa_lib.lab.report.one_network import one_network
@@ -23,7 +23,7 @@ from qa_lib.lab.report.own_loop_table import own_loop
 from qa_lib.lab.report.stats import LEVEL, interval
 from qa_lib.lab.report.tables import compact, markdown
 from qa_lib.lab.report.techniques import TECHNIQUES, source_of
-from qa_lib.lab.report.variants_table import caption, headline_table, lead, source
+from qa_lib.lab.report.variants_table import caption, headline_table, lead
 from qa_lib.spec.machine import gpu_of
 from qa_lib.spec.resolve import resolve
 from qa_lib.spec.tasks import TASKS
@@ -250,17 +250,13 @@ def several(runs: pd.DataFrame, group: str, figures: Path) -> str:
 
 
 def language(runs: pd.DataFrame, group: str, figures: Path) -> str:
-    """Return what the same techniques give on a language model, with the picture.
+    """Return how far the stack leads plain PyTorch on a language model, with the ladder's picture.
 
-    The runs are those on the group's hardware, or on other hardware where that has none.
-
-    Raises NotMeasured where no language model was timed.
+    Raises NotMeasured where no block of runs has both.
     """
-    chosen = evidence.nearest_runs_at_preset(runs, group, "lm-bench")
-    if chosen.empty:
-        raise evidence.NotMeasured("no language model was timed")
-    text = f"**{speed_finding(timed(chosen))}.** {source(chosen)}"
-    return _above(text, figures / chosen["group"].iloc[0] / "ladder.png")
+    blocks = language_in_turns.blocks_with_plain(runs)
+    text = language_in_turns.beside_plain_pytorch(runs)
+    return _above(text, figures / blocks["group"].iloc[0] / "ladder.png")
 
 
 def step(runs: pd.DataFrame, group: str, figures: Path) -> str:

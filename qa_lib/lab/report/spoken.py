@@ -23,6 +23,13 @@ VARIANTS = {
     "E-fp8-gradients": "the full stack in 8 bits",
     "E-fp8-rounded": "the same without masters, moments in 8 bits",
     "E-t4-norm": "the stack for a T4, timed on another card",
+    "L-searched": "the quickest plain PyTorch found",
+    "L-searched-nodropout": "the quickest plain PyTorch, no dropout",
+    "L-moments": "the full stack in 16 bits",
+    "L-fp8-head": "8 bits, in the head too",
+    "L-fp8-gradients": "8 bits, weights' gradients too",
+    "L-fp8-all": "the full stack in 8 bits",
+    "L-fp8-all-nodropout": "the full stack in 8 bits, no dropout",
 }
 
 # What other rungs of a ladder, and other Trainers, add to what they begin from. A picture has a
@@ -62,12 +69,10 @@ RUNGS = {
     "L-gelu": "GELU in fewer instructions",
     "L-attention": "attention of our own",
     "L-loss": "head and loss in parts",
-    "L-moments": "the full stack in 16 bits",
     "L-fp8": "8 bits in feed-forward blocks",
-    "L-fp8-head": "8 bits, in the head too",
+    "L-fp8-uncompiled": "8 bits without the compiler",
     "L-plain": "an afternoon's plain PyTorch",
     "L-plain-bf16": "plain PyTorch, all in bf16",
-    "L-searched": "the quickest plain PyTorch found",
 }
 
 MODELS = {
