@@ -101,7 +101,7 @@ def test_bits_are_compared_over_equal_seeds_of_one_code():
         for name, value in bits.items()
         for seed in range(4)
     ]
-    text = language_in_turns.bits_table(pd.DataFrame(scored))
+    text = language_in_turns.bits_table(pd.DataFrame(scored)).replace("\u00a0", " ")
     assert "| the full stack in 16 bits (L-moments) | 4 | 1.475 | – |" in text
     assert "| the full stack in 8 bits (L-fp8-all) | 4 | 1.480 | +0.005 ± 0.000 |" in text
     few = [one for one in scored if one["spec.seed"] < 2]
