@@ -189,12 +189,18 @@ class StepMemory:
         They are the inputs of query, key and value (without a compiler each has a half-precision
         copy of its own, unless they are one layer), of the feed-forward's first layer, and of its
         second. The latter is GELU's output, which a block in 8 bits computes again
-        (kernels/gelu.py).
+        (kernels/gelu.py). A decoder whose gradients of weights are computed in 8 bits keeps their
+        inputs so; an encoder's are the residual stream as well, in 16 bits.
         """
         share_a_copy = self.is_fused or self.is_causal or self.settings.precision == "fp32"
         copies = 1 if share_a_copy else 3
+        is_in_8_bits = self.is_causal and self.settings.weight_gradients == "fp8"
+        projected = copies * self.gemm_bytes
+        if is_in_8_bits and self.settings.attention_projections == "fp8":
+            projected = 1
+        fed_forward = 1 if is_in_8_bits else self.gemm_bytes
         gelu_output = 0 if self.settings.feed_forward == "fp8" else 4 * self.gemm_bytes
-        return copies * self.gemm_bytes + self.gemm_bytes + gelu_output
+        return projected + fed_forward + gelu_output
 
     def _adapter_inputs(self) -> int:
         """Return the bytes per unit of what adapters keep of their inputs.
