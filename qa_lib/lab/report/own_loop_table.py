@@ -87,6 +87,23 @@ def own_loop(runs: pd.DataFrame, group: str, figures: Path) -> str:
     return "\n\n".join(part for part in parts if part)
 
 
+def own_lead(runs: pd.DataFrame, group: str, figures: Path) -> str:
+    """Return the finding of `own_loop` alone, and FastTrainer's lead at the same place.
+
+    A block of readme.py. Raises ReportError for a file that cannot be read.
+    """
+    if not FILE.exists():
+        return NOT_MEASURED
+    shown = newest_of_most(load_lines(FILE))
+    ways = way_lines(shown)
+    leads = lead_lines(ways)
+    is_own_place = (leads[list(OWN_PLACE)] == list(OWN_PLACE.values())).all(axis=1)
+    of_trainer = "".join(
+        f" {WAYS[FAST]} trains at {factor(lead)}." for lead in leads[is_own_place]["fast"].dropna()
+    )
+    return finding_of(ways, spoken.card(shown["card"].iloc[0])) + of_trainer
+
+
 def on_a_gpu() -> str:
     """Return as Markdown the finding and the table of the committed lines, for a notebook.
 

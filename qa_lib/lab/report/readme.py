@@ -19,7 +19,7 @@ from qa_lib.lab.report.figures import picture_link, timed
 from qa_lib.lab.report.format import MISSING, factor, number, percent
 from qa_lib.lab.report.headline import first_screen, folded, judged
 from qa_lib.lab.report.one_network import one_network
-from qa_lib.lab.report.own_loop_table import own_loop
+from qa_lib.lab.report.own_loop_table import own_lead, own_loop
 from qa_lib.lab.report.stats import LEVEL, interval
 from qa_lib.lab.report.tables import compact, markdown
 from qa_lib.lab.report.techniques import TECHNIQUES, source_of
@@ -407,6 +407,7 @@ BLOCKS: dict[str, Callable[[pd.DataFrame, str, Path], str]] = {
     "counters": counters,
     "cards": cards,
     "night": night,
+    "own-lead": own_lead,
     "own": own_loop,
     "groups": groups,
 }
