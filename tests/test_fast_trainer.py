@@ -269,10 +269,12 @@ def replays(function):
     """Stand in for CapturedStep on a CPU: from the third call on gradients come as in a replay.
 
     They are in memory of its own, which each replay overwrites, and not with the parameters. They
-    are those of the model that was captured.
+    are those of the model that was captured. So is the norm of gradients.
     """
     models = []
     static = []
+    norms = []
+    captured = function.__self__
 
     def call(batches, model):
         models.append(model)
@@ -282,11 +284,14 @@ def replays(function):
         parameters = list(model.parameters())
         if len(models) == 2:  # the capture
             static.extend(p.grad for p in parameters)
+            norms.append(captured.norm_in_graph)
         elif len(models) > 2:
             for memory, parameter in zip(static, parameters, strict=True):
                 if memory is not None:
                     memory.copy_(parameter.grad)
                 parameter.grad = None
+            if norms[0] is not None:
+                captured.norm_in_graph = norms[0].copy_(captured.norm_in_graph)
         return loss
 
     return call
@@ -309,6 +314,49 @@ def test_gradients_of_replays_are_those_of_the_backward_pass(accumulation, tmp_p
     expected = weights_of(plain)
     for name, value in weights_of(captured).items():
         torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_norms_and_clipping_are_those_of_the_trainer(accumulation, tmp_path):
+    """The graph clips where a step has one micro-batch; one of seven runs without it."""
+    options = {
+        "count": 75,
+        "per_device_train_batch_size": 12,
+        "gradient_accumulation_steps": accumulation,
+        "num_train_epochs": 2,
+        "max_grad_norm": 0.05,
+        "logging_steps": 1,
+    }
+    plain = trainer_of(FastTrainer, "tokens", tmp_path, **options)
+    captured = trainer_of(FastTrainer, "tokens", tmp_path, **options)
+    captured.captured = CapturedBackward(captured, capture=replays)
+    norms = []
+    for trainer in (plain, captured):
+        trainer.train()
+        norms.append([line["grad_norm"] for line in trainer.state.log_history if "loss" in line])
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    assert min(norms[0]) > 0.05  # clipped in all steps
+    expected = weights_of(plain)
+    for name, value in weights_of(captured).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
+def test_gradients_are_not_clipped_where_the_arguments_say_so(tmp_path):
+    trainer = trainer_of(FastTrainer, "tokens", tmp_path, max_grad_norm=0.0)
+    trainer.captured = CapturedBackward(trainer, capture=replays)
+    trainer.train()
+    assert trainer.captured.norm is None
+
+
+def test_operations_are_counted_as_the_trainer_counts_them(tmp_path):
+    trainer = trainer_of(FastTrainer, "tokens", tmp_path)
+    for tokens in (10, 30):
+        inputs = {"input_ids": torch.zeros(1, tokens, dtype=torch.long)}
+        expected = Trainer.floating_point_ops(trainer, inputs)
+        assert trainer.floating_point_ops(inputs) == expected > 0
+    assert trainer.floating_point_ops({"embeds": torch.zeros(3)}) == 0
+    trainer.train()
+    assert trainer.state.total_flos > 0
 
 
 def test_a_second_training_captures_its_own_model(tmp_path):

@@ -61,8 +61,8 @@ class FastTrainer(Trainer):
     `per_device_train_batch_size` in a sequence; give them untruncated or truncated, not padded.
     `half_weights` has the weights themselves in bf16 where the arguments say `bf16=True`, with
     MasterAdamW in place of AdamW, and no autocast; with any other optimizer they stay in fp32,
-    under the Trainer's autocast. `cuda_graph` captures forward and backward pass of a micro-batch,
-    for one GPU; a micro-batch of another shape, as the last may be, runs as it is. `say` takes a
+    under the Trainer's autocast. `cuda_graph` captures forward and backward pass of a micro-batch
+    and clipping, for one GPU; a micro-batch of another shape, as the last may be, runs as it is. `say` takes a
     line on each thing that was done. Without a `data_collator` evaluation and prediction pad by
     that of transformers which suits the labels.
 
@@ -121,6 +121,7 @@ class FastTrainer(Trainer):
         if data_collator is None:
             self.data_collator = SuitedPadding(self.data_collator)
         self.captured = CapturedBackward(self) if cuda_graph else None
+        self.flops_of_a_token: int | None = None
 
     def _why_no_masters(self, args: TrainingArguments, optimizer_class: Callable) -> str | None:
         """Return why the optimizer will keep no masters of weights; None if it is MasterAdamW.
@@ -189,8 +190,10 @@ class FastTrainer(Trainer):
 
     def get_train_dataloader(self) -> DataLoader:
         """Return the training data, packed."""
+        # A training asks for its data once, and may have another model than the last one.
+        self.flops_of_a_token = None
         if self.captured is not None:
-            self.captured.begin()  # a training asks for its data once
+            self.captured.begin()
         if not self.packed or self.train_dataset is None:
             return super().get_train_dataloader()
         # Both may have been set since the trainer was made.
@@ -235,6 +238,24 @@ class FastTrainer(Trainer):
         if self.captured is None:
             return super().training_step(model, inputs, num_items_in_batch)
         return self.captured(model, inputs, num_items_in_batch)
+
+    def floating_point_ops(self, inputs: dict) -> int:
+        """Return what Trainer does, which counts all parameters anew in each step."""
+        name = getattr(self.model, "main_input_name", "input_ids")
+        if name not in inputs:
+            return super().floating_point_ops(inputs)
+        if self.flops_of_a_token is None:
+            self.flops_of_a_token = super().floating_point_ops({name: torch.empty(1)})
+        return self.flops_of_a_token * inputs[name].numel()
+
+    def _clip_grad_norm(self, model) -> torch.Tensor:
+        """Clip gradients as Trainer does, and return their norm of before.
+
+        The graph has done it where it can. Should Trainer call this method by another name one day,
+        gradients are clipped twice by the same norm, which changes nothing but the time.
+        """
+        norm = None if self.captured is None else self.captured.norm
+        return super()._clip_grad_norm(model) if norm is None else norm
 
     def plain_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Do what `training_step` does, uncaptured."""
@@ -282,6 +303,7 @@ class CapturedBackward:
 
     The graph leaves a micro-batch's gradients in memory of its own, where its next replay writes
     others. They become the parameters' gradients, or are added to those of earlier micro-batches.
+    Where a step has one micro-batch and no scaler of its loss, the graph clips them as well.
     """
 
     def __init__(self, trainer: FastTrainer, capture: Callable = CapturedStep):
@@ -293,7 +315,12 @@ class CapturedBackward:
         """Capture anew: another training may have another model, and batches of another shape."""
         self.captured = self.capture(self._forward_backward)
         self.recorded: tuple | None = None
+        self.parameters: list[torch.nn.Parameter] = []  # those that are trained
         self.gradients: list[torch.Tensor | None] = []
+        # The norm of gradients before the graph clipped them, where it does; and that of the last
+        # micro-batch, which may have run without the graph.
+        self.norm_in_graph: torch.Tensor | None = None
+        self.norm: torch.Tensor | None = None
 
     def __call__(self, model, inputs, num_items_in_batch) -> torch.Tensor:
         """Return the loss, and leave the gradients with the parameters."""
@@ -306,26 +333,47 @@ class CapturedBackward:
         self.recorded = self.recorded or kind
         if kind != self.recorded:
             inputs.pop("num_items_in_batch", None)
+            self.norm = None
             return trainer.plain_step(model, inputs, num_items_in_batch)
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        earlier = [p.grad for p in parameters]
-        for parameter in parameters:
+        if not self.parameters:
+            self.parameters = [p for p in model.parameters() if p.requires_grad]
+        earlier = [p.grad for p in self.parameters]
+        for parameter in self.parameters:
             parameter.grad = None
         loss = self.captured([inputs], model)
-        if any(p.grad is not None for p in parameters):
+        self.norm = self.norm_in_graph
+        if any(p.grad is not None for p in self.parameters):
             # Before the capture, and in it, the backward pass gives them; a replay does not.
-            self.gradients = [p.grad for p in parameters]
-        accumulates = trainer.args.gradient_accumulation_steps > 1
-        for parameter, before, gradient in zip(parameters, earlier, self.gradients, strict=True):
+            self.gradients = [p.grad for p in self.parameters]
+        self._keep_gradients(earlier)
+        return loss
+
+    def _keep_gradients(self, earlier: list[torch.Tensor | None]) -> None:
+        """Make the graph's gradients those of the parameters, or add them to `earlier` ones."""
+        accumulates = self.trainer.args.gradient_accumulation_steps > 1
+        of_each = zip(self.parameters, earlier, self.gradients, strict=True)
+        for parameter, before, gradient in of_each:
             if before is not None and gradient is not None:
                 parameter.grad = before.add_(gradient)
             elif gradient is not None:
                 parameter.grad = gradient.clone() if accumulates else gradient
             else:
                 parameter.grad = before
-        return loss
 
     def _forward_backward(self, micro_batches: list[dict], model) -> torch.Tensor:
-        """Do both passes of the only micro-batch of a list; return its loss."""
+        """Do both passes of the only micro-batch of a list, and clip; return its loss."""
         inputs = dict(micro_batches[0])
-        return self.trainer.plain_step(model, inputs, inputs.pop("num_items_in_batch", None))
+        loss = self.trainer.plain_step(model, inputs, inputs.pop("num_items_in_batch", None))
+        if self._clips():
+            most = self.trainer.args.max_grad_norm
+            self.norm_in_graph = torch.nn.utils.clip_grad_norm_(self.parameters, most)
+        return loss
+
+    def _clips(self) -> bool:
+        """Return whether the graph clips: the gradients are whole, and not scaled."""
+        args = self.trainer.args
+        return (
+            bool(args.max_grad_norm)
+            and args.gradient_accumulation_steps == 1
+            and self.trainer.accelerator.scaler is None
+        )
