@@ -62,9 +62,9 @@ class FastTrainer(Trainer):
     `half_weights` has the weights themselves in bf16 where the arguments say `bf16=True`, with
     MasterAdamW in place of AdamW, and no autocast; with any other optimizer they stay in fp32,
     under the Trainer's autocast. `cuda_graph` captures forward and backward pass of a micro-batch
-    and clipping, for one GPU; a micro-batch of another shape, as the last may be, runs as it is. `say` takes a
-    line on each thing that was done. Without a `data_collator` evaluation and prediction pad by
-    that of transformers which suits the labels.
+    and clipping, for one GPU; a micro-batch of another shape, as the last may be, runs as it is.
+    `say` takes a line on each thing that was done. Without a `data_collator` evaluation and
+    prediction pad by that of transformers which suits the labels.
 
     Raises UserError where `speed_up` or `pack` does, where one process has several GPUs, for
     `cuda_graph` without one, and for what trainer_checks.py has: a collator that packing would
