@@ -762,3 +762,37 @@ def test_a_strategy_of_sampling_that_packing_leaves_out_is_said(tmp_path):
     options = {"train_sampling_strategy": "group_by_length", "say": said.append}
     trainer_of(FastTrainer, "sequences", tmp_path, **options).train()
     assert "train_sampling_strategy='group_by_length' is left out: packing deals at random" in said
+
+
+def test_a_column_of_numbers_that_was_asked_for_is_not_left_out_in_silence(tmp_path):
+    """Text is what no collator makes a tensor of."""
+    samples = [sample | {"weight": 2.0, "text": "a"} for sample in drawn_samples("sequences", 16)]
+    options = {"remove_unused_columns": False}
+    trainer = FastTrainer(
+        tiny_model(), arguments(tmp_path, **options), train_dataset=samples, say=quiet
+    )
+    refused(r"data_collator=PackedCollator\(keep=\['weight'\]\)", trainer.train)
+    trainer.data_collator = PackedCollator(keep=["weight"])
+    assert "weight" in next(iter(trainer.get_train_dataloader()))
+
+
+def test_noise_that_is_scaled_by_a_samples_length_is_refused(tmp_path):
+    noisy = arguments(tmp_path, neftune_noise_alpha=5.0)
+    refused("neftune_noise_alpha", FastTrainer, tiny_model(), noisy, say=quiet)
+    FastTrainer(tiny_model(), noisy, packed=False, say=quiet)
+
+
+def test_a_dataset_that_makes_its_samples_on_the_fly_is_trained_on(tmp_path):
+    def tokenized(rows):
+        ids = [[7] * len(text) for text in rows["text"]]
+        return {"input_ids": ids, "labels": rows["label"]}
+
+    stored = Dataset.from_dict({"text": ["abc", "a", "abcde", "ab"] * 4, "label": [0, 1, 1, 0] * 4})
+    trainer = FastTrainer(
+        tiny_model(),
+        arguments(tmp_path, remove_unused_columns=False, num_train_epochs=1),
+        train_dataset=stored.with_transform(tokenized),
+        say=quiet,
+    )
+    trainer.train()
+    assert trainer.state.global_step == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from torch.utils.data import DataLoader
+from transformers import BertForSequenceClassification
 
 from qa_lib.own import packed_model
 from qa_lib.own.packing import PackedCollator, pack
@@ -617,7 +618,7 @@ def test_columns_that_are_left_out_are_named():
     pack([sample] * 8, samples=2, say=said.append)
     assert len(said) == 1
     pack([sample | {"weight": 0.5, "text": "a"}] * 8, samples=2, say=said.append)
-    told = "columns that PackedCollator leaves out, unless keep names them: weight, text"
+    told = "columns that PackedCollator takes by keep=[...] alone: weight, text"
     assert said[-1] == told
 
 
@@ -658,3 +659,28 @@ def test_names_that_cannot_be_kept_are_refused():
     refused("keep names labels, which PackedCollator takes anyway", PackedCollator, keep=["labels"])
     samples = [{"input_ids": [5, 6]}]
     refused("remove_unused_columns=False", PackedCollator(keep=["weight"]), samples)
+
+
+def test_a_dataset_that_makes_its_samples_on_the_fly_is_packed():
+    def tokenized(rows):
+        ids = [[5] * len(text) for text in rows["text"]]
+        return {"input_ids": ids, "labels": rows["label"]}
+
+    stored = Dataset.from_dict({"text": ["abc", "a", "abcde", "ab"], "label": [0, 1, 1, 0]})
+    rows = pack(stored.with_transform(tokenized), samples=4, say=quiet)
+    batch = PackedCollator()(rows[0])
+    lengths = batch["attention_mask"].sum(1).tolist()
+    labels = {3: 0, 1: 1, 5: 1, 2: 0}
+    assert sorted(lengths) == [1, 2, 3, 5]
+    assert batch["labels"].tolist() == [labels[length] for length in lengths]
+
+
+def test_a_class_that_loses_the_ends_of_samples_says_so():
+    class Losing(BertForSequenceClassification):
+        def forward(self, **kwargs):
+            names = ("input_ids", "attention_mask", "position_ids")
+            return self.bert(**{name: kwargs[name] for name in names}).pooler_output
+
+    model = speed_up(Losing(tiny_model().config), say=quiet)
+    batch = PackedCollator()(drawn_samples("sequences", 4))
+    refused("has to hand its \\*\\*kwargs on to the encoder", model, **batch)

@@ -371,6 +371,24 @@ def test_mpnets_weights_of_attention_are_refused(batch):
     model(input_ids=batch["input_ids"], output_attentions=False)
 
 
+@pytest.mark.parametrize("kind", ["bert", "roberta", "electra", "distilbert"])
+def test_weights_of_attention_are_refused_where_projections_are_fused(kind, batch):
+    model = speed_up(tiny_model(kind, "none", attn_implementation="eager"), say=quiet)
+    refused("output_attentions: the kernels", model, **batch, output_attentions=True)
+    model(**batch)
+    model.config._output_attentions = True
+    refused("output_attentions: the kernels", model, **batch)
+
+
+def test_an_encoder_within_another_module_is_named():
+    class Pooled(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.encoder = tiny_model(head="none")
+
+    refused(r"speed_up\(model.encoder\)", speed_up, Pooled())
+
+
 def test_an_mpnet_of_another_padding_token_counts_positions_as_transformers_does():
     """transformers takes token 1 for the padding, whatever the configuration says."""
     samples = drawn_samples("none", 5)

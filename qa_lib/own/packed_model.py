@@ -179,6 +179,7 @@ def _enter(encoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     if isinstance(positions, PackedPositions):
         kwargs = kwargs | positions._asdict()
     if kwargs.get("cu_seqlens") is None:
+        _check_mask(args, kwargs)
         return args, kwargs
     kwargs = dict(kwargs)
     cu_seqlens = kwargs.pop("cu_seqlens")
@@ -205,6 +206,18 @@ def _enter(encoder: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     kwargs["segments"] = Segments(cu_seqlens, [longest])
     kwargs["sample_mask"] = sample_mask
     return args, kwargs
+
+
+def _check_mask(args: tuple, kwargs: dict) -> None:
+    """Raise UserError for a packed sequence of which `cu_seqlens` has been lost on the way here."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    mask = kwargs.get("attention_mask")
+    if ids is None or mask is None or mask.ndim != 2 or mask.shape == ids.shape:
+        return
+    raise UserError(
+        f"input_ids are {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}: of a packed "
+        "sequence the model's forward has to hand its **kwargs on to the encoder"
+    )
 
 
 def _leave(encoder: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:

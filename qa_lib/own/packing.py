@@ -244,21 +244,20 @@ def pack(
         f"{len(lengths):,} samples in {len(packed):,} packed sequences of {packed.tokens:,} "
         f"tokens, {packed.samples:,} in each, {packed.fill:.0%} full{_advice(packed, tokens)}"
     )
-    unused = _columns_left_out(dataset)
+    unused = columns_left_out(dataset)
     if unused:
-        say(f"columns that PackedCollator leaves out, unless keep names them: {', '.join(unused)}")
+        say(f"columns that PackedCollator takes by keep=[...] alone: {', '.join(unused)}")
     for line in doubts(columns["input_ids"], lengths, ends):
         say(line)
     return packed
 
 
-def _columns_left_out(dataset) -> list[str]:
-    """Return the columns of samples that no model is handed, by the first sample or the dataset.
+def columns_left_out(dataset) -> list[str]:
+    """Return the columns of the first sample that no model is handed.
 
     A mask of padding is made anew.
     """
-    names = getattr(dataset, "column_names", None) or list(dataset[0])
-    return [name for name in names if name not in TAKEN]
+    return [name for name in dataset[0] if name not in TAKEN]
 
 
 def _check_number(name: str, value: int | None) -> None:
@@ -303,11 +302,11 @@ class PackedCollator:
     DataLoader's collate_fn, with any dataset and sampler. Packed sequences then have `tokens`
     tokens, or as many as the samples need, a multiple of 64.
 
-    It takes these columns of a sample: `input_ids` and `token_type_ids`; `labels` (or `label`),
-    which are a number, a list of real numbers for the sample, or a list of whole numbers, one for
-    each token; `start_positions` and `end_positions`; and those that `keep` names, such as a weight
-    in a loss of your own: numbers, or lists of as many numbers for each sample. It leaves out
-    others. The result is a dict of tensors on the CPU:
+    It takes these columns of a sample: `input_ids` and `token_type_ids`; `labels` (or `label`, or
+    `label_ids`), which are a number, a list of real numbers for the sample, or a list of whole
+    numbers, one for each token; `start_positions` and `end_positions`; and those that `keep` names,
+    such as a weight in a loss of your own: numbers, or lists of as many numbers for each sample. It
+    leaves out others. The result is a dict of tensors on the CPU:
 
     - `input_ids`, `position_ids` and `token_type_ids`, int64 [1, tokens];
     - `cu_seqlens`, int32 [segments + 1]: 0, then where each sample ends, then the padding's ends;

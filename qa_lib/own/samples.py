@@ -57,7 +57,7 @@ def _columns(dataset) -> dict[str, Sequence]:
     """Return what `columns_of` says; raise UserError where some samples lack what others have."""
     wanted = ("input_ids", *LABELS, *PER_SAMPLE)
     names = getattr(dataset, "column_names", None)
-    if names is not None:
+    if names is not None and has_columns_as_samples(dataset):
         columns = {name: dataset[name] for name in wanted if name in names}
     else:
         samples = [dataset[number] for number in range(len(dataset))]
@@ -75,6 +75,15 @@ def _columns(dataset) -> dict[str, Sequence]:
             f"samples have no input_ids, only {', '.join(sorted(names))}: tokenize them"
         )
     return columns
+
+
+def has_columns_as_samples(dataset) -> bool:
+    """Return whether the columns of a dataset are what its samples have, and no transform's input.
+
+    It is one of `datasets`, or has column names as these do.
+    """
+    kind = (getattr(dataset, "format", None) or {}).get("type")
+    return "input_ids" in dataset.column_names and kind != "custom"
 
 
 def _refuse_samples(numbers: Sequence[int], what: str) -> None:

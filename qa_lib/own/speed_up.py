@@ -99,6 +99,7 @@ def speed_up(model: PreTrainedModel, say: Callable[[str], None] = print) -> PreT
         fuse_projections(root, QuickSelfAttention)
         for layer in layers_of(root):
             _keep_layout(layer.get_submodule(encoder_of(root).self_attention))
+        model.base_model.register_forward_pre_hook(_refuse_attentions, with_kwargs=True)
     if HASH_DROPOUT not in left_out:
         if _takes_varlen(model):
             use_varlen_attention(root, defers_bias=False)
@@ -131,8 +132,7 @@ def _check(model: PreTrainedModel) -> None:
             "speed_up takes a model without adapters, and this one has adapters of peft: "
             "the fused linear layers would leave them out"
         )
-    wanted = "give a model of transformers, before torch.compile or DDP has wrapped it"
-    expect("model", model, PreTrainedModel, wanted)
+    expect("model", model, PreTrainedModel, _wanted(model))
     name = type(model).__name__
     kind = model.config.model_type
     if kind not in KINDS:
@@ -149,6 +149,27 @@ def _check(model: PreTrainedModel) -> None:
         )
     if getattr(model.base_model, "is_sped_up", False):
         raise UserError(f"this {name} has been sped up already: call speed_up once")
+
+
+def _wanted(model: object) -> str:
+    """Return what to give in place of what is no model of transformers: an encoder within it."""
+    if isinstance(model, nn.Module):
+        for name, part in model.named_children():
+            if isinstance(part, PreTrainedModel):
+                return f"give the encoder within it, speed_up(model.{name})"
+    return "give a model of transformers, before torch.compile or DDP has wrapped it"
+
+
+def _refuse_attentions(encoder: nn.Module, args: tuple, kwargs: dict) -> None:
+    """Raise UserError where a call, or else the configuration, asks for attention's weights."""
+    asked = kwargs.get("output_attentions")
+    if asked is None:
+        asked = encoder.config.output_attentions
+    if asked:
+        raise UserError(
+            "output_attentions: the kernels of attention here return no weights; "
+            "ask a model that was not sped up"
+        )
 
 
 def _give_bert_layers(model: PreTrainedModel, root: Rooted) -> None:

@@ -25,6 +25,8 @@ from qa_lib.own.trainer_checks import (
     SuitedPadding,
     check_checkpoint,
     check_collator,
+    check_columns,
+    check_noise,
     check_padding,
     check_sampler,
     check_unpacked,
@@ -102,6 +104,7 @@ class FastTrainer(Trainer):
         _check_devices(args, cuda_graph)
         if packed:
             check_collator(data_collator)
+            check_noise(args)
             check_unpacked(given.get("train_dataset"))
             check_sampler(type(self))
         self.packed = packed
@@ -199,6 +202,9 @@ class FastTrainer(Trainer):
         # Both may have been set since the trainer was made.
         check_unpacked(self.train_dataset)
         check_collator(self.data_collator)
+        collator = self.data_collator
+        if not isinstance(collator, PackedCollator):
+            collator = PackedCollator()
         dataset = self.train_dataset
         if isinstance(dataset, datasets.Dataset):
             dataset = self._remove_unused_columns(dataset, description="training")
@@ -211,6 +217,8 @@ class FastTrainer(Trainer):
             say=self.say,
         )
         check_padding(dataset, self.model.config)
+        if not args.remove_unused_columns:
+            check_columns(dataset, collator.keep)
         strategy = getattr(args, "train_sampling_strategy", "random")
         if strategy != "random":
             self.say(f"train_sampling_strategy={strategy!r} is left out: packing deals at random")
@@ -220,9 +228,6 @@ class FastTrainer(Trainer):
             if hasattr(args, f"dataloader_{name}")
         }
         # In order: the packed sequences are in random order themselves, another in each epoch.
-        collator = self.data_collator
-        if not isinstance(collator, PackedCollator):
-            collator = PackedCollator()
         loader = DataLoader(rows, batch_size=1, collate_fn=collator, **options)
         return self.accelerator.prepare(loader)
 

@@ -6,7 +6,7 @@ stop a training: it would go on, and learn something else or less.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import datasets
@@ -20,12 +20,20 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
     Trainer,
+    TrainingArguments,
     default_data_collator,
 )
 
 from qa_lib.errors import UserError
 from qa_lib.model.fused_projections import FusedSelfAttention
-from qa_lib.own.packing import LABELS, PackedCollator, PackedDataset, PackedSequence
+from qa_lib.own.packing import (
+    LABELS,
+    PackedCollator,
+    PackedDataset,
+    PackedSequence,
+    columns_left_out,
+)
+from qa_lib.own.samples import has_columns_as_samples
 from qa_lib.train.master_adamw import MasterAdamW
 
 # Names in a model's configuration: tokens that texts begin with, and tokens that they end in.
@@ -125,6 +133,33 @@ def check_sampler(trainer: type) -> None:
         )
 
 
+def check_columns(dataset, kept: Sequence[str]) -> None:
+    """Raise UserError for a column of numbers that packing leaves out, and the Trainer would not.
+
+    `kept` are those that the collator keeps. It is for `remove_unused_columns=False`.
+    """
+    sample = dataset[0]
+    lost = [
+        name
+        for name in columns_left_out(dataset)
+        if name not in kept and np.asarray(sample[name]).dtype.kind in "biuf"
+    ]
+    if lost:
+        raise UserError(
+            f"packing would leave out {', '.join(lost)}, which remove_unused_columns=False keeps: "
+            f"data_collator=PackedCollator(keep={lost}), or leave the columns out"
+        )
+
+
+def check_noise(args: TrainingArguments) -> None:
+    """Raise UserError for NEFTune, whose noise is scaled by the length of a padded sample."""
+    if args.neftune_noise_alpha:
+        raise UserError(
+            "neftune_noise_alpha scales its noise by the length of a sample, which packing hides: "
+            "FastTrainer(..., packed=False) keeps it"
+        )
+
+
 def check_unpacked(data) -> None:
     """Raise UserError for a dataset that `pack` has made, or for one of its items."""
     if isinstance(data, PackedDataset | PackedSequence):
@@ -161,7 +196,7 @@ def _refuse_padding(is_padding: np.ndarray, where: str, pad: int) -> None:
 
 def _outer_tokens(dataset) -> tuple[np.ndarray, np.ndarray]:
     """Return the first and the last token of each sample, int64; -1 where it has a mask."""
-    if isinstance(dataset, datasets.Dataset):
+    if isinstance(dataset, datasets.Dataset) and has_columns_as_samples(dataset):
         return _outer_tokens_of_columns(dataset)
     first = np.full(len(dataset), -1)
     last = np.full(len(dataset), -1)
