@@ -3,12 +3,16 @@
 Each option trains as the plain fp32 step does, and packing leaves hardly any padding.
 """
 
+import functools
 import itertools
 import json
+import multiprocessing
+import random
+import signal
 import sys
 import time
 from types import SimpleNamespace
-from unittest.mock import Mock, call
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -20,8 +24,10 @@ from qa_lib.peers import adamw, bert, gpt2, mpnet, packing, processes, search, s
 from qa_lib.peers.adamw import CompiledAdamW, _round_stochastically
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.processes import Measurements
+from qa_lib.peers.search import Wanted
 from qa_lib.peers.search_options import BASE, merged, without_defaults
 from qa_lib.peers.step import Step, compile_parts
+from tests import measures
 
 BERT = {
     "hidden_size": 32,
@@ -300,24 +306,121 @@ def test_a_misspelt_optimizer_is_refused():
 # The search, and its measuring in processes of their own.
 
 
+class PretendedRunner:
+    """In place of a Runner: `speed` gives the speed of a setting by its options, as "a + b".
+
+    `asked` has the settings that were measured.
+    """
+
+    def __init__(self, speed):
+        self.speed = speed
+        self.asked = []
+
+    def __call__(self, settings):
+        for wanted in settings:
+            self.asked.append(wanted)
+            names = " + ".join(change["compile"] for change in wanted.changes)
+            yield {"samples_s": self.speed(names)}
+
+
 def test_a_search_adds_what_pays_and_leaves_what_does_not():
     """Here b pays alone but not beside a, c does not pay, and d is the best of its group."""
     gains = {"a": 1.1, "b": 1.05, "c": 0.5, "d": 1.2}
 
-    def run(name, *changes, **task):
-        names = [change["compile"] for change in changes]
+    def speed(names):
         speed = 100.0
-        for option in names:
+        for option in names.split(" + ") if names else []:
             speed *= gains[option]
-        return {"samples_s": speed / 2 if "a" in names and "b" in names else speed}
+        return speed / 2 if "a" in names and "b" in names else speed
 
     groups = {
         "first": {"a": {"compile": "a"}},
         "second": {"b": {"compile": "b"}},
         "third": {"c": {"compile": "c"}, "d": {"compile": "d"}},
     }
-    found = search.search(run, groups, alone={}, start=[], least_gain=0.01)
-    assert found == [{"compile": "d"}, {"compile": "a"}]
+    found = search.search(PretendedRunner(speed), groups, alone={}, start=[], least_gain=0.01)
+    assert found == Wanted("d + a", [{"compile": "d"}, {"compile": "a"}])
+
+
+def tried_one_at_a_time(speed, options: dict[str, dict[str, dict]], least_gain: float) -> list[str]:
+    """Return the sets that a search measures which waits for each result, the base first."""
+    tried = [""]
+    candidates = []
+    for group, alternatives in options.items():
+        for name in alternatives:
+            tried.append(name)
+            candidates.append((speed(name) / speed("") - 1, group, name))
+    best = speed("")
+    chosen, groups = [], []
+    for gain, group, name in sorted(candidates, key=lambda candidate: -candidate[0]):
+        if gain < search.WORTH_A_TRY or group in groups:
+            continue
+        tried.append(" + ".join([*chosen, name]))
+        if speed(tried[-1]) > best * (1 + least_gain):
+            best = speed(tried[-1])
+            chosen.append(name)
+            groups.append(group)
+    return tried
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_sets_that_are_asked_for_ahead_are_those_of_a_search_that_waits_for_each_result(seed):
+    """Speeds are drawn, so that what is foreseen is often wrong."""
+    draw = random.Random(seed)
+    names = iter("abcdefghij")
+    options = {
+        group: {name: {"compile": name} for name in itertools.islice(names, size)}
+        for group, size in {"first": 3, "second": 1, "third": 2, "fourth": 4}.items()
+    }
+
+    @functools.cache
+    def speed(names):
+        options = len(names.split(" + ")) if names else 0
+        return 100.0 + 5 * options + draw.uniform(-8, 8)
+
+    expected = tried_one_at_a_time(speed, options, least_gain=0.002)
+    run = PretendedRunner(speed)
+    search.search(run, options, alone={}, start=[], least_gain=0.002)
+    asked = [" + ".join(change["compile"] for change in wanted.changes) for wanted in run.asked]
+    assert asked == expected
+
+
+OPTIONS = {
+    "first": {"a": {"model": {"a": 1}}},
+    "second": {"b": {"model": {"b": 1}}},
+    "third": {"c": {"model": {"c": 1}}, "d": {"model": {"d": 1}}},
+    "fourth": {"e": {"model": {"e": 1}}},
+    "fifth": {"f": {"model": {"f": 1}}},
+    "sixth": {"g": {"model": {"g": 1}}},
+}
+
+
+def searched_in_processes(out, at_once: int, monkeypatch) -> tuple[Wanted, list[dict]]:
+    """Return the set that a search of OPTIONS finds, and the lines that it appends to a file."""
+    spawning = functools.partial(Measurements, start_method="spawn")
+    monkeypatch.setattr(search, "Measurements", spawning)
+    monkeypatch.setattr(search, "measure", measures.speed)
+    arguments = search.parse(["gpt2", "--out", str(out), "--at-once", str(at_once)])
+    run = search.Runner(arguments, None, LM)
+    run.settings["torch"] = "2"  # PyTorch's own value is of a class that new processes would import
+    alone = {"z": {"model": {"z": 1}}}
+    found = search.search(run, OPTIONS, alone, start=[], least_gain=0.002)
+    lines = [json.loads(text) for text in out.read_text().splitlines()]
+    for line in lines:
+        del line["at"]
+        line.pop("trace", None)
+    return found, lines
+
+
+def test_settings_that_are_set_up_at_the_same_time_give_the_lines_of_one_at_a_time(
+    tmp_path, monkeypatch
+):
+    """What was prepared for nothing leaves no line."""
+    found, lines = searched_in_processes(tmp_path / "one", 1, monkeypatch)
+    assert found == Wanted("a + c + e", [{"model": {name: 1}} for name in "ace"])
+    names = ["base", *"abcdefgz", "a + b", "a + c", "a + c + e"]
+    assert [line["name"] for line in lines] == names
+    assert searched_in_processes(tmp_path / "four", 4, monkeypatch) == (found, lines)
 
 
 def measured(measure, task, out, timeout_s=60.0, within_s=120.0) -> dict:
@@ -326,10 +429,121 @@ def measured(measure, task, out, timeout_s=60.0, within_s=120.0) -> dict:
     return measurements({"name": "x"}, task)
 
 
+def noted_in_turns(folder, *tasks: dict, at_once=4) -> tuple[list[dict], list[list]]:
+    """Measure tasks of measures.noted, each called by its place: "0", "1" and so on.
+
+    Return their results, and what was done when: name, "set-up" or "turn", begin and end.
+    """
+    defaults = {"file": str(folder / "events"), "set_up_s": 0.1, "turn_s": 0.1, "faults": []}
+    pairs = []
+    for place, task in enumerate(tasks):
+        pairs.append(({"name": str(place)}, defaults | {"name": str(place)} | task))
+    measurements = Measurements(
+        measures.noted, folder / "lines", 60.0, 120.0, at_once, start_method="spawn"
+    )
+    results = list(measurements.in_turns(pairs))
+    lines = [json.loads(text) for text in (folder / "lines").read_text().splitlines()]
+    assert [line["name"] for line in lines] == [line["name"] for line, _ in pairs]
+    assert multiprocessing.active_children() == []
+    return results, [json.loads(text) for text in (folder / "events").read_text().splitlines()]
+
+
+def test_tasks_are_set_up_at_the_same_time_and_nothing_happens_beside_a_turn(tmp_path):
+    tasks = [{"set_up_s": 0.5}, {"set_up_s": 1.0}, {"set_up_s": 0.1}, {}, {}]
+    results, events = noted_in_turns(tmp_path, *tasks, at_once=3)
+    assert results == [{"measured": name} for name in "01234"]
+    times = {(name, what): (begin, end) for name, what, begin, end in events}
+    assert len(times) == len(events) == 2 * 5
+    assert times["1", "set-up"][0] < times["0", "set-up"][1]
+    assert [name for name, what, *_ in events if what == "turn"] == list("01234")
+    for turn, other in itertools.permutations(events, 2):
+        if turn[1] == "turn":
+            (_, _, begin, end), (_, _, other_begin, other_end) = turn, other
+            assert other_end <= begin or end <= other_begin
+
+
+def test_a_task_that_fails_in_its_set_up_leaves_the_others_theirs(tmp_path):
+    results, events = noted_in_turns(tmp_path, {}, {"faults": ["no such kernel"]}, {})
+    assert [result.get("measured") for result in results] == ["0", None, "2"]
+    assert results[1]["error"] == "RuntimeError: no such kernel"
+    assert [name for name, what, *_ in events if what == "turn"] == ["0", "2"]
+
+
+@pytest.mark.parametrize("fault", ["CUDA out of memory", "CUBLAS_STATUS_ALLOC_FAILED"])
+def test_a_task_that_lacks_memory_beside_others_is_set_up_again_alone(fault, tmp_path):
+    results, events = noted_in_turns(tmp_path, {}, {"faults": [fault]}, {})
+    assert results == [{"measured": name} for name in "012"]
+    done = [event[:2] for event in events]
+    assert done[-5:] == [
+        ["0", "turn"],
+        ["1", "set-up"],
+        ["1", "turn"],
+        ["2", "set-up"],
+        ["2", "turn"],
+    ]
+
+
+def test_a_task_that_lacks_memory_alone_is_not_set_up_again(tmp_path):
+    results, events = noted_in_turns(tmp_path, {"faults": ["out of memory"] * 3}, at_once=4)
+    assert results[0]["error"] == "RuntimeError: out of memory"
+    assert len(events) == 1
+
+
+@pytest.mark.parametrize(("lacking", "at_once"), [(1, 3), (2, 4)])
+def test_fewer_are_set_up_at_once_where_memory_held_one_alone_and_not_beside_others(
+    lacking, at_once, tmp_path
+):
+    task = {"file": str(tmp_path / "events"), "set_up_s": 0.0, "turn_s": 0.0}
+    faults = ["out of memory"] * lacking
+    pairs = [({}, task | {"name": "a", "faults": faults}), ({}, task | {"name": "b", "faults": []})]
+    measurements = Measurements(
+        measures.noted, tmp_path / "lines", 60.0, 120.0, at_once=4, start_method="spawn"
+    )
+    first, second = measurements.in_turns(pairs)
+    assert ("error" in first) == (lacking == 2)
+    assert second == {"measured": "b"}
+    assert measurements.at_once == at_once
+
+
+def begun_in_turns(out) -> tuple[Measurements, list[tuple[dict, dict]]]:
+    """Return what measures three tasks, each of which goes on until it is ended."""
+    task = {"file": str(out) + ".events", "set_up_s": 0.0, "turn_s": 600.0, "faults": []}
+    pairs = [({"name": name}, task | {"name": name}) for name in "abc"]
+    pairs[0][1]["turn_s"] = 0.0
+    measurements = Measurements(measures.noted, out, 60.0, 120.0, at_once=3, start_method="spawn")
+    return measurements, pairs
+
+
+def test_those_that_wait_are_ended_where_no_more_results_are_wanted(tmp_path):
+    measurements, pairs = begun_in_turns(tmp_path / "lines")
+    results = measurements.in_turns(pairs)
+    assert next(results) == {"measured": "a"}
+    assert len(multiprocessing.active_children()) == 2
+    results.close()
+    assert multiprocessing.active_children() == []
+    assert len((tmp_path / "lines").read_text().splitlines()) == 1
+
+
+@pytest.mark.parametrize("place", ["wait", "_Measurement.take_turn"])
+def test_ctrl_c_ends_all_processes(place, tmp_path, monkeypatch):
+    running = []
+
+    def interrupt(*_):
+        running.extend(multiprocessing.active_children())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"qa_lib.peers.processes.{place}", interrupt)
+    measurements, pairs = begun_in_turns(tmp_path / "lines")
+    with pytest.raises(KeyboardInterrupt):
+        list(measurements.in_turns(pairs))
+    assert len(running) == 3
+    assert multiprocessing.active_children() == []
+
+
 def test_a_result_of_another_process_is_printed_and_appended_as_a_line(tmp_path, capsys):
     out = tmp_path / "lines.jsonl"
     out.write_text("before\n")
-    assert measured(dict, {"ms": 1.5}, out) == {"ms": 1.5}
+    assert measured(measures.same, {"ms": 1.5}, out) == {"ms": 1.5}
     before, text = out.read_text().splitlines()
     assert capsys.readouterr().out == f"{text}\n"
     assert before == "before"
@@ -339,23 +553,35 @@ def test_a_result_of_another_process_is_printed_and_appended_as_a_line(tmp_path,
 
 
 def test_a_measurement_that_fails_is_a_line_with_its_error(tmp_path):
-    result = measured(int, "no number", tmp_path / "lines.jsonl")
+    result = measured(measures.number, "no number", tmp_path / "lines.jsonl")
     assert result["error"].startswith("ValueError: invalid literal")
     assert json.loads((tmp_path / "lines.jsonl").read_text())["error"] == result["error"]
 
 
 def test_a_measurement_that_takes_too_long_is_ended(tmp_path):
     begin = time.monotonic()
-    result = measured(time.sleep, 600, tmp_path / "lines.jsonl", timeout_s=0.1)
+    result = measured(measures.asleep, 600, tmp_path / "lines.jsonl", timeout_s=0.1)
     assert result == {"error": "time is up"}
     assert time.monotonic() - begin < 60
 
 
 def test_no_measurement_begins_without_time_left(tmp_path, capsys):
-    result = measured(dict, {}, tmp_path / "lines.jsonl", within_s=processes.LEAST_S - 1)
+    out = tmp_path / "lines.jsonl"
+    result = measured(measures.same, {}, out, within_s=processes.LEAST_S - 1)
     assert result == {"error": "no time left"}
-    assert not (tmp_path / "lines.jsonl").exists()
+    assert not out.exists()
     assert json.loads(capsys.readouterr().out)["error"] == "no time left"
+
+
+def test_sigterm_ends_a_search_as_an_exit_does():
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        processes.exit_on_sigterm()
+        with pytest.raises(SystemExit) as ended:
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert ended.value.code == 143
 
 
 @pytest.mark.parametrize(
@@ -811,7 +1037,7 @@ def test_figures_of_a_setting_are_of_its_median_block(monkeypatch):
     monkeypatch.setattr(search, "build", lambda *_, **__: Counted())
     monkeypatch.setattr(search, "_step_ms", Mock(side_effect=[30.0, 4.0, 5.0]))
     monkeypatch.setattr(search, "BATCHES", 3)
-    figures = search.measure(TASK)
+    figures = search.measure(TASK, await_turn=Mock())
     assert figures["ms"] == 5.0
     assert figures["ms_blocks"] == [30.0, 4.0, 5.0]
     assert figures["samples_a_step"] == 8
@@ -824,11 +1050,29 @@ def test_figures_of_a_setting_are_of_its_median_block(monkeypatch):
     assert figures["loss"] == sum(range(10, 30)) / 20, "the mean of the last twenty"
 
 
+@pytest.mark.parametrize(("steps", "before"), [(30, 10), (22, 3), (5, 3), (2, 2)])
+def test_a_setting_waits_before_the_last_steps_that_are_not_timed_and_after_the_first(
+    steps, before, monkeypatch
+):
+    """The first ones compile. None is done twice."""
+    step = Counted()
+    monkeypatch.setattr(search, "build", lambda *_, **__: step)
+    done = []
+
+    def timed(*_):
+        done.append(step.steps)
+        return 1.0
+
+    monkeypatch.setattr(search, "_step_ms", timed)
+    search.measure(TASK | {"steps": steps}, await_turn=lambda: done.append(step.steps))
+    assert done == [before, steps, steps, steps]
+
+
 def test_padding_is_a_share_of_all_tokens(monkeypatch):
     monkeypatch.setattr(search, "build", lambda *_, **__: Counted())
     monkeypatch.setattr(search, "_step_ms", lambda *_: 1.0)
     task = TASK | {"peer": "bert", "shape": BERT, "lengths": np.full(80, 24), "steps": 1}
-    figures = search.measure(task)
+    figures = search.measure(task, await_turn=Mock())
     assert figures["padding"] == 0.25, "4 samples of 24 tokens in 128"
     assert figures["padded_tokens"] == 2 * 128
 
@@ -847,12 +1091,14 @@ class Measured:
     """In place of Measurements: notes what is asked, and answers with a speed or an error."""
 
     def __init__(self, measure, out, **limits):
+        self.limits = limits
         self.asked = []
         self.answer = {"samples_s": 50.0}
 
-    def __call__(self, line, task):
-        self.asked.append((line, task))
-        return self.answer
+    def in_turns(self, measurements):
+        for line, task in measurements:
+            self.asked.append((line, task))
+            yield self.answer
 
 
 def runner(out, monkeypatch, *words, peer="gpt2", lengths=None, shape=LM) -> search.Runner:
@@ -863,32 +1109,59 @@ def runner(out, monkeypatch, *words, peer="gpt2", lengths=None, shape=LM) -> sea
     return search.Runner(search.parse([peer, "--out", str(out), *words]), lengths, shape)
 
 
+def figures_of(run: search.Runner, *changes: dict, **task) -> dict:
+    """Return the figures of one setting."""
+    (figures,) = run([Wanted("a", list(changes), task)])
+    return figures
+
+
 BF16 = {"precision": "bf16"}
 
 
 def test_a_setting_is_measured_once_for_each_way_to_measure_it(tmp_path, monkeypatch):
     run = runner(tmp_path / "out", monkeypatch)
-    assert run("a", BF16)["samples_s"] == run("b", {}, BF16)["samples_s"] == 50.0
+    assert figures_of(run, BF16)["samples_s"] == figures_of(run, {}, BF16)["samples_s"] == 50.0
     assert len(run.measurements.asked) == 1
-    run("a", BF16, profile=True)
-    run("a", {"precision": "fp32"})
+    figures_of(run, BF16, profile=True)
+    figures_of(run, {"precision": "fp32"})
     assert len(run.measurements.asked) == 3
+
+
+def test_of_settings_that_are_asked_for_at_once_only_new_ones_are_set_up_and_each_once(
+    tmp_path, monkeypatch
+):
+    run = runner(tmp_path / "out", monkeypatch)
+    figures_of(run, BF16)
+    fp32 = {"precision": "fp32"}
+    wanted = [Wanted("b", [fp32]), Wanted("c", [BF16]), Wanted("d", [{}, fp32]), Wanted("e", [])]
+    assert [figures["name"] for figures in run(wanted)] == ["b", "a", "b", "e"]
+    assert [line["name"] for line, _ in run.measurements.asked] == ["a", "b", "e"]
+
+
+def test_no_more_is_measured_where_no_more_figures_are_wanted(tmp_path, monkeypatch):
+    run = runner(tmp_path / "out", monkeypatch)
+    results = run([Wanted("a", []), Wanted("b", [BF16])])
+    next(results)
+    results.close()
+    assert [line["name"] for line, _ in run.measurements.asked] == ["a"]
 
 
 def test_a_setting_that_fails_has_its_error_and_no_speed(tmp_path, monkeypatch):
     run = runner(tmp_path / "out", monkeypatch)
     run.measurements.answer = {"error": "no memory"}
-    figures = run("a", BF16)
+    figures = figures_of(run, BF16)
     assert figures["error"] == "no memory"
     assert search.samples_s(figures) == 0.0
-    run("a", BF16)
+    figures_of(run, BF16)
     assert len(run.measurements.asked) == 1, "it fails once in a search"
 
 
 def test_a_setting_is_measured_as_the_command_line_says(tmp_path, monkeypatch):
     words = "--size 7 --parts 3 --steps 11 --block 13 --blocks 5 --rate 0.5".split()
-    run = runner(tmp_path / "out", monkeypatch, *words)
-    run("a", BF16, block=17)
+    limits = "--timeout 3 --within 9 --at-once 2".split()
+    run = runner(tmp_path / "out", monkeypatch, *words, *limits)
+    assert run.measurements.limits == {"timeout_s": 3.0, "within_s": 9.0, "at_once": 2}
+    figures_of(run, BF16, block=17)
     ((line, task),) = run.measurements.asked
     assert line == run.settings | {"name": "a", "setting": BF16, "task": {"block": 17}}
     told = {"size": 7, "parts": 3, "steps": 11, "block": 13, "blocks": 5, "rate": 0.5}
@@ -896,6 +1169,12 @@ def test_a_setting_is_measured_as_the_command_line_says(tmp_path, monkeypatch):
     expected = {"size": 7, "parts": 3, "steps": 11, "block": 17, "blocks": 5, "rate": 0.5}
     assert {name: task[name] for name in expected} == expected
     assert task["setting"] == merged(BF16)
+
+
+def test_at_least_one_setting_has_to_be_set_up_at_once(capsys):
+    with pytest.raises(SystemExit):
+        search.parse(["gpt2", "--at-once", "0"])
+    assert "--at-once 0: at least one" in capsys.readouterr().err
 
 
 def measured_before(out, monkeypatch, **changes) -> search.Runner:
@@ -908,7 +1187,7 @@ def measured_before(out, monkeypatch, **changes) -> search.Runner:
 
 
 def test_what_a_search_before_has_measured_is_known(tmp_path, monkeypatch):
-    assert measured_before(tmp_path / "out", monkeypatch)("a", BF16)["samples_s"] == 9.0
+    assert figures_of(measured_before(tmp_path / "out", monkeypatch), BF16)["samples_s"] == 9.0
 
 
 @pytest.mark.parametrize(
@@ -932,7 +1211,7 @@ def test_what_a_search_before_has_measured_is_known(tmp_path, monkeypatch):
 )
 def test_what_was_measured_otherwise_is_measured_again(changes, tmp_path, monkeypatch):
     run = measured_before(tmp_path / "out", monkeypatch, **changes)
-    assert run("a", BF16)["samples_s"] == 50.0
+    assert figures_of(run, BF16)["samples_s"] == 50.0
 
 
 def test_what_failed_in_a_search_before_is_measured_again(tmp_path, monkeypatch):
@@ -942,18 +1221,15 @@ def test_what_failed_in_a_search_before_is_measured_again(tmp_path, monkeypatch)
     del line["samples_s"]
     out.write_text(json.dumps(line | {"error": "time is up"}) + "\n")
     run = runner(out, monkeypatch, peer="bert", lengths=LENGTHS, shape=BERT)
-    assert run("a", BF16)["samples_s"] == 50.0
+    assert figures_of(run, BF16)["samples_s"] == 50.0
 
 
 def searched(speeds: dict[str, float], least_gain: float) -> list[str]:
     """Return the options that a search takes, each of a group of its own, by names of sets."""
-
-    def run(name, *changes, **task):
-        return {"samples_s": speeds[" + ".join(change["compile"] for change in changes)]}
-
     options = {f"group {name}": {name: {"compile": name}} for name in ("a", "b")}
+    run = PretendedRunner(speeds.__getitem__)
     found = search.search(run, options, alone={}, start=[], least_gain=least_gain)
-    return [change["compile"] for change in found]
+    return [change["compile"] for change in found.changes]
 
 
 def test_an_option_has_to_bring_more_than_the_least_gain():
@@ -969,28 +1245,29 @@ def test_an_option_that_loses_a_little_alone_is_tried_beside_others_and_no_worse
 
 
 def test_what_is_measured_alone_is_never_added():
-    calls = []
-
-    def run(name, *changes, **task):
-        calls.append((name, task))
-        return {"samples_s": 100.0 + 10 * len(changes)}
-
-    found = search.search(run, {}, {"z": {"compile": "none"}}, start=[BF16], least_gain=0.0)
-    assert found == [BF16]
-    assert [name for name, _ in calls] == ["base", "z", "base, profiled"]
-    assert calls[-1][1] == {"profile": True}
+    run = PretendedRunner(lambda names: 100.0 + len(names))
+    start = {"compile": "s"}
+    found = search.search(run, {}, {"z": {"compile": "none"}}, start=[start], least_gain=0.0)
+    assert found == Wanted("base", [start])
+    assert run.asked == [found, Wanted("z", [start, {"compile": "none"}])]
 
 
-def test_a_search_whose_base_fails_ends_with_its_error():
-    def run(name, *changes, **task):
-        return {"error": "no memory"}
+def test_a_search_whose_base_fails_ends_with_its_error_and_measures_nothing_else():
+    asked = []
+
+    def run(settings):
+        for wanted in settings:
+            asked.append(wanted.name)
+            yield {"error": "no memory"}
 
     with pytest.raises(search.BaseFailed, match=r"the base cannot be measured.*: no memory"):
         search.search(run, {"first": {"a": BF16}}, alone={}, start=[], least_gain=0.0)
+    assert asked == ["base"]
 
 
 def test_a_command_whose_base_fails_ends_with_a_line(monkeypatch):
-    monkeypatch.setattr(search, "Runner", lambda *_: lambda *_, **__: {"error": "no memory"})
+    failing = (figures for figures in [{"error": "no memory"}])
+    monkeypatch.setattr(search, "Runner", lambda *_: lambda settings: failing)
     with pytest.raises(SystemExit, match="no memory"):
         search.main(["gpt2"])
 
@@ -1007,7 +1284,7 @@ def test_the_sets_of_a_command_line_take_the_place_of_a_search(words, monkeypatc
     made = []
 
     def noted(arguments, lengths, shape):
-        made.append((lengths.tolist(), shape, Mock()))
+        made.append((lengths.tolist(), shape, Mock(return_value=[])))
         return made[-1][-1]
 
     monkeypatch.setattr(search, "Runner", noted)
@@ -1020,26 +1297,32 @@ def test_the_sets_of_a_command_line_take_the_place_of_a_search(words, monkeypatc
     assert lengths == [30, 50]
     assert shape["num_hidden_layers"] == (2 if "--tiny" in words else 12)
     assert shape["vocab_size"] == 30522
-    assert run.call_args_list == [
-        call("x", BF16, {"graph": False}),
-        call("y, profiled", BF16, profile=True),
-    ]
+    run.assert_called_once_with(
+        [
+            Wanted("x", [BF16, {"graph": False}]),
+            Wanted("y, profiled", [BF16], {"profile": True}),
+        ]
+    )
 
 
 @pytest.mark.parametrize("peer", search.SHAPES)
-def test_a_search_starts_with_what_its_peer_does_and_ends_with_plain_fp32(
+def test_a_search_starts_with_what_its_peer_does_and_ends_with_a_profile_and_plain_fp32(
     peer, monkeypatch, tmp_path
 ):
-    run = Mock()
-    found = Mock()
+    run = Mock(return_value=[])
+    found = Mock(return_value=Wanted("a + b", [BF16]))
     monkeypatch.setattr(search, "Runner", lambda *_: run)
     monkeypatch.setattr(search, "search", found)
     (tmp_path / "lengths").write_text("30\n50\n")
     search.main([peer, "--lengths", str(tmp_path / "lengths")])
     options, alone = search.OPTIONS[peer], search.ALONE[peer]
     found.assert_called_once_with(run, options, alone, search.START[peer], 0.002)
-    (plain,) = run.call_args_list
-    assert plain.args == ("plain fp32", PLAIN)
+    run.assert_called_once_with(
+        [
+            Wanted("a + b, profiled", [BF16], {"profile": True}),
+            Wanted("plain fp32", [PLAIN], {"blocks": 1, "block": 3}),
+        ]
+    )
 
 
 def test_ligers_kernel_is_given_the_words_alone(monkeypatch):
@@ -1108,22 +1391,62 @@ def test_a_step_keeps_inputs_of_its_own():
 # Processes, which are pretended.
 
 
-class Pretended:
-    """In place of multiprocessing's context: a process that says nothing and ends, or goes on."""
+class Connection:
+    """One to a process that needs so many seconds to be ready, and then for its turn."""
 
-    def __init__(self, ends: bool):
-        self.ends = ends
-        self.limits = []
+    def __init__(self, context, set_up_s: float, turn_s: float, result):
+        self.context = context
+        self.due = context.now + set_up_s
+        self.message = processes.READY
+        self.turn_s = turn_s
+        self.result = result
+
+    def send(self, message):
+        assert message == processes.GO
+        self.due = self.context.now + self.turn_s
+        self.message = self.result
+
+    def recv(self):
+        if self.message is None:
+            raise EOFError
+        return self.message
+
+    def poll(self, limit_s):
+        return bool(self.context.wait([self], limit_s))
+
+    def close(self):
+        pass
+
+
+class Pretended:
+    """In place of multiprocessing's context, and of the time, which goes on while it is waited.
+
+    Processes need as many seconds as `plans` say, in the order in which they are begun.
+    """
+
+    def __init__(self, plans: list[tuple]):
+        self.now = 0.0
+        self.plans = iter(plans)
+        self.begun = []  # when processes were
         self.process = Mock(pid=77)
 
-    def Pipe(self, duplex):
-        receiver = Mock()
-        receiver.poll = lambda limit_s: self.limits.append(limit_s) or self.ends
-        receiver.recv.side_effect = EOFError
-        return receiver, Mock()
+    def Pipe(self):
+        self.begun.append(self.now)
+        return Connection(self, *next(self.plans)), Mock()
 
     def Process(self, **_):
         return self.process
+
+    def wait(self, connections, limit_s):
+        first_due = min(connection.due for connection in connections)
+        self.now = max(self.now, min(first_due, self.now + limit_s))
+        return [connection for connection in connections if connection.due <= self.now]
+
+    def monotonic(self):
+        return self.now
+
+    def strftime(self, form):
+        return form
 
 
 @pytest.fixture
@@ -1134,43 +1457,80 @@ def killed(monkeypatch):
     return groups
 
 
-def measured_by(context, out, timeout_s, within_s=500.0) -> dict:
-    measurements = Measurements(dict, out, timeout_s, within_s, start_method="spawn")
-    measurements.context = context
-    return measurements({"name": "x"}, {})
+@pytest.fixture
+def pretend(monkeypatch, tmp_path, killed):
+    """Return a function that measures by plans; it returns the results and what was pretended."""
+
+    def measure_all(plans, timeout_s, within_s=500.0, at_once=4):
+        context = Pretended(plans)
+        monkeypatch.setattr(processes, "time", context)
+        monkeypatch.setattr(processes, "wait", context.wait)
+        measurements = Measurements(
+            measures.same, tmp_path / "out", timeout_s, within_s, at_once, start_method="spawn"
+        )
+        measurements.context = context
+        results = list(measurements.in_turns([({}, {}) for _ in plans]))
+        assert len(killed) == len(context.begun)
+        return results, context
+
+    return measure_all
 
 
-def test_a_process_that_ends_without_a_result_is_told_and_all_that_it_started_is_ended(
-    tmp_path, killed
-):
-    context = Pretended(ends=True)
-    assert measured_by(context, tmp_path / "out", 60.0) == {"error": "the process ended"}
+FINE = {"ms": 1.0}
+LATE = {"error": "time is up"}
+
+
+@pytest.mark.parametrize("plan", [(3.0, 5.0, None), (3.0, float("inf"), {})])
+def test_a_process_that_gives_no_result_is_ended_with_all_that_it_started(plan, pretend, killed):
+    (result,), context = pretend([plan], timeout_s=60.0)
+    assert result["error"] == ("the process ended" if plan[-1] is None else "time is up")
     assert killed == [(77, processes.signal.SIGKILL)]
     context.process.kill.assert_called_once_with()
     context.process.join.assert_called_once_with()
 
 
+def test_the_time_in_which_a_measurement_waits_is_not_its_own(pretend):
+    results, context = pretend([(10.0, 9.0, FINE)] * 3, timeout_s=20.0)
+    assert results == [FINE] * 3
+    assert context.now == 10.0 + 3 * 9.0
+
+
 @pytest.mark.parametrize(
-    ("timeout_s", "within_s", "least", "most"), [(60, 500, 60, 60), (60, 30, 25, 30)]
+    ("late", "ends"),
+    [((30.0, 1.0, FINE), 20.0 + 2 * 2.0), ((15.0, 9.0, FINE), 15.0 + 5.0 + 2 * 2.0)],
+    ids=["set-up", "turn"],
 )
-def test_a_measurement_takes_its_own_time_or_what_is_left_of_all(
-    timeout_s, within_s, least, most, tmp_path, killed
-):
-    context = Pretended(ends=False)
-    assert measured_by(context, tmp_path / "out", timeout_s, within_s) == {"error": "time is up"}
-    (limit,) = context.limits
-    assert least <= limit <= most
+def test_a_measurement_over_its_time_leaves_the_others_theirs(late, ends, pretend):
+    results, context = pretend([(10.0, 2.0, FINE), late, (10.0, 2.0, FINE)], timeout_s=20.0)
+    assert results == [FINE, LATE, FINE]
+    assert context.now == ends
+
+
+@pytest.mark.parametrize(("within_s", "ends"), [(500.0, 60.0), (30.0, 30.0)])
+@pytest.mark.parametrize("plan", [(float("inf"), 1.0, FINE), (5.0, float("inf"), FINE)])
+def test_a_measurement_takes_its_own_time_or_what_is_left_of_all(plan, within_s, ends, pretend):
+    results, context = pretend([plan], timeout_s=60.0, within_s=within_s)
+    assert results == [LATE]
+    assert context.now == ends
+
+
+def test_no_more_are_set_up_at_once_than_there_is_time_for(pretend):
+    assert processes.LEAST_S == 20
+    results, context = pretend([(10.0, 5.0, FINE)] * 7, timeout_s=60.0, within_s=85.0)
+    # Left are 85 s, then 55 and 35 and 20, and last 5.
+    assert context.begun == [0.0] * 4 + [30.0] * 2 + [50.0]
+    assert results == [FINE] * 7
 
 
 def test_a_failure_is_sent_with_its_end_and_no_longer_than_a_line_holds(monkeypatch):
     monkeypatch.setattr(processes.os, "setsid", lambda: None)
 
-    def fail(task):
+    def fail(task, await_turn):
         raise ValueError("x" * 1000)
 
-    sender = Mock()
-    processes._send_result(fail, {}, sender)
-    (sent,) = sender.send.call_args.args
+    connection = Mock()
+    processes._work(fail, {}, connection)
+    (sent,) = connection.send.call_args.args
     assert sent["error"] == ("ValueError: " + "x" * 1000)[:400]
     assert 1 < len(sent["trace"]) <= 6
 
@@ -1317,7 +1677,10 @@ def measure_trainer(options, monkeypatch) -> tuple:
     PretendedTrainer.made = []
     task = {"size": 16, "warm_up": 2, "block": 5, "blocks": 3}
     task |= {"lengths": np.array([20, 30]), "options": options, "config": search_trainer.TINY}
-    return search_trainer.measure(task), *PretendedTrainer.made[0]
+    await_turn = Mock()
+    figures = search_trainer.measure(task, await_turn)
+    await_turn.assert_called_once_with()
+    return figures, *PretendedTrainer.made[0]
 
 
 def test_figures_of_the_trainer_are_of_its_median_block(monkeypatch):

@@ -4,10 +4,16 @@
 
 Each setting is built, compiled and timed in a process of its own and gives a line of JSON: samples
 and tokens a second, milliseconds a step, peak memory, the share of padding, and the loss after some
-steps, to be held against that of plain fp32. The search measures each option alone, then adds those
-that pay, the best first, as long as they still do. Weights are random, and so are samples, but for
-their lengths. Where an answer begins and ends, a token says so: the loss falls, unless a setting is
-broken. This file imports nothing of the library but its neighbours.
+steps, to be held against that of plain fp32. Building and compiling take most of the time, so that
+several settings do that at once (`--at-once`); each is timed while all others wait. The search
+measures each option alone, then adds those that pay, the best first, as long as they still do.
+Weights are random, and so are samples, but for their lengths. Where an answer begins and ends, a
+token says so: the loss falls, unless a setting is broken. This file imports nothing of the library
+but its neighbours.
+
+The compiler chooses some kernels by timing them, and what is compiled beside it disturbs that:
+`--at-once 1` measures settings that live by such a choice ("max-autotune", "coordinate descent")
+without others.
 """
 
 import argparse
@@ -17,9 +23,12 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -29,7 +38,7 @@ from qa_lib.peers.adamw import CompiledAdamW, PublicAdamW
 from qa_lib.peers.bert import Bert
 from qa_lib.peers.gpt2 import GPT2
 from qa_lib.peers.mpnet import MPNet
-from qa_lib.peers.processes import Measurements
+from qa_lib.peers.processes import Measurements, exit_on_sigterm
 from qa_lib.peers.search_options import ALONE, OPTIONS, START, merged, without_defaults
 from qa_lib.peers.step import Step, compile_parts
 
@@ -69,6 +78,9 @@ TINY = {
 DROPOUT = 0.1
 WORTH_A_TRY = -0.02  # an option that loses more than that alone is not added to others
 BATCHES = 40  # different steps of data, which are repeated
+# The last of the steps before the timed ones, done when others wait: the card's clocks rise, and
+# memory is taken again that a setting gave back while it waited.
+LEAD_IN = 20
 FIRST_CONTEXT_TOKEN = 14  # of a sample: about where SQuAD's questions end
 START_TOKEN = 1
 END_TOKEN = 2
@@ -290,8 +302,11 @@ def _only_sdpa(name: str) -> None:
     cuda.enable_math_sdp(False)
 
 
-def measure(task: dict) -> dict:
-    """Measure a setting and return its figures; `task` is what Runner makes."""
+def measure(task: dict, await_turn: Callable[[], None]) -> dict:
+    """Measure a setting and return its figures; `task` is what Runner makes.
+
+    `await_turn` is called when all is built, compiled and warm; nothing else runs when it returns.
+    """
     cuda = torch.cuda.is_available()
     began = time.perf_counter()
     peer = task["peer"]
@@ -301,10 +316,20 @@ def measure(task: dict) -> dict:
     batches = data.steps(BATCHES)
     step = build(peer, shape, setting, data, batches[0], dropout=DROPOUT, rate=task["rate"])
     losses = []
-    while step.steps < task["steps"]:
-        losses.append(step(batches[step.steps % len(batches)]))
-    _wait()
+
+    def train(steps: int) -> None:
+        """Train until so many steps have been done."""
+        while step.steps < steps:
+            losses.append(step(batches[step.steps % len(batches)]))
+        _wait()
+
+    # Where no graph was captured, the first steps compile: they are never of the lead-in.
+    train(max(task["steps"] - LEAD_IN, min(task["steps"], Step.WARM_UP)))
     ready = time.perf_counter() - began
+    if cuda:
+        torch.cuda.empty_cache()  # others need it
+    await_turn()
+    train(task["steps"])
     blocks = [_step_ms(step, batches, task["block"]) for _ in range(task["blocks"])]
     ms = statistics.median(blocks)
     last_losses = torch.stack(losses[-20:]).float()
@@ -381,8 +406,17 @@ def _digest(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()[:12]
 
 
+@dataclass
+class Wanted:
+    """A setting to be measured: BASE with `changes`."""
+
+    name: str  # what its line is called
+    changes: list[dict]
+    task: dict = field(default_factory=dict)  # what changes how it is measured
+
+
 class Runner:
-    """Measures settings one after the other, each in a process of its own.
+    """Measures settings in turns, each in a process of its own.
 
     `arguments` are those of the command line, `lengths` those of samples or None, `shape` is the
     model's config. What the file `arguments.out` has from a search before is not measured again, if
@@ -393,30 +427,56 @@ class Runner:
         self.lengths = lengths
         self.settings = settings_of(arguments, lengths, shape)
         self.measurements = Measurements(
-            measure, arguments.out, timeout_s=arguments.timeout, within_s=arguments.within
+            measure,
+            arguments.out,
+            timeout_s=arguments.timeout,
+            within_s=arguments.within,
+            at_once=arguments.at_once,
         )
         self.known = []  # lines of what was measured
         if arguments.out.exists():
             lines = [json.loads(text) for text in arguments.out.read_text().splitlines()]
             self.known = [line for line in lines if "samples_s" in line]
 
-    def __call__(self, name: str, *changes: dict, **task) -> dict:
-        """Return the figures of BASE with these changes, or the `error` with which that failed.
+    def __call__(self, settings: list[Wanted]) -> Iterator[dict]:
+        """Yield the figures of each setting, or the `error` with which it failed, in their order.
 
-        `name` is what the line is called; `task` changes how it is measured. A setting that was
-        measured before is not measured again.
+        Each is measured once, and not at all where it was measured before. Where the iterator is
+        closed, those that are left are not measured.
         """
-        setting = merged(*changes)
-        wanted = self.settings | {"setting": without_defaults(setting), "task": task}
-        for line in self.known:
-            if all(line.get(key) == value for key, value in wanted.items()):
-                return line
+        lines = [self._line(wanted) for wanted in settings]
+        new = []
+        for line in lines:
+            if self._known(line) is None and not any(_same(line, other) for other in new):
+                new.append(line)
+        pairs = [(line, self._task(line)) for line in new]
+        with closing(self.measurements.in_turns(pairs)) as results:
+            for line in lines:
+                figures = self._known(line)
+                if figures is None:
+                    figures = line | next(results)
+                    self.known.append(figures)
+                yield figures
+
+    def _line(self, wanted: Wanted) -> dict:
+        """Return the line of a setting, without its figures."""
+        setting = without_defaults(merged(*wanted.changes))
+        return self.settings | {"name": wanted.name, "setting": setting, "task": wanted.task}
+
+    def _task(self, line: dict) -> dict:
+        """Return what `measure` takes for a line."""
         # The lengths themselves, where a line has their digest.
-        how = self.settings | {"lengths": self.lengths, "setting": setting, "profile": False}
-        line = wanted | {"name": name}
-        figures = line | self.measurements(line, how | task)
-        self.known.append(figures)
-        return figures
+        how = self.settings | {"lengths": self.lengths, "profile": False}
+        return how | {"setting": merged(line["setting"])} | line["task"]
+
+    def _known(self, line: dict) -> dict | None:
+        """Return the line with figures of a setting that was measured before, else None."""
+        return next((known for known in self.known if _same(line, known)), None)
+
+
+def _same(line: dict, other: dict) -> bool:
+    """Return whether another line is of the same setting, measured in the same way."""
+    return all(other.get(key) == value for key, value in line.items() if key != "name")
 
 
 class BaseFailed(Exception):
@@ -428,47 +488,91 @@ def samples_s(figures: dict) -> float:
     return figures.get("samples_s", 0.0)
 
 
+class Candidate(NamedTuple):
+    """An option that may be added to others; those of a group exclude one another."""
+
+    group: str
+    name: str
+    change: dict
+    gain: float = 0.0  # what it brings alone, as a share of the base's speed
+
+
 def search(
-    run: Callable[..., dict],
+    run: Callable[[list[Wanted]], Iterator[dict]],
     options: dict[str, dict[str, dict]],
     alone: dict[str, dict],
     start: list[dict],
     least_gain: float,
-) -> list[dict]:
-    """Return the changes of the quickest set of options that was found, `start` among them.
+) -> Wanted:
+    """Return the quickest set of options that was found, with `start` among its changes.
 
     `run` is a Runner. Each of `options` (by group, then by name) is measured over `start`. Then
     they are added to it, the best first, each as long as it still brings at least `least_gain`, a
     share of the speed. One of a group is taken. Those of `alone` are measured and never added.
 
+    Sets are given to `run` many at a time, so that it can set them up at the same time. Which sets
+    come next depends on what pays: they are asked for as `foreseen`, until that proves wrong.
+
     Raises BaseFailed where `start` cannot be measured, since no gain could be told.
     """
-    base = run("base", *start)
-    if "error" in base:
-        raise BaseFailed(f"the base cannot be measured, and no option without it: {base['error']}")
-    best_speed = samples_s(base)
-    candidates = []  # gain, group, name, change
-    for group, alternatives in options.items():
-        for name, change in alternatives.items():
-            gain = samples_s(run(name, *start, change)) / best_speed - 1
-            candidates.append((gain, group, name, change))
-    for name, change in alone.items():
-        run(name, *start, change)
 
-    chosen = list(start)
-    taken = {}  # the name of the option, by its group
-    candidates.sort(key=lambda candidate: -candidate[0])
-    for gain, group, name, change in candidates:
-        if gain < WORTH_A_TRY or group in taken:
+    def over_start(chosen: list[Candidate]) -> Wanted:
+        """Return the setting that has these options."""
+        name = " + ".join(candidate.name for candidate in chosen) or "base"
+        return Wanted(name, [*start, *(candidate.change for candidate in chosen)])
+
+    candidates = [
+        Candidate(group, name, change)
+        for group, alternatives in options.items()
+        for name, change in alternatives.items()
+    ]
+    settings = [over_start([]), *(over_start([candidate]) for candidate in candidates)]
+    settings += [Wanted(name, [*start, change]) for name, change in alone.items()]
+    with closing(run(settings)) as results:
+        base = next(results)
+        if "error" in base:
+            raise BaseFailed(
+                f"the base cannot be measured, and no option without it: {base['error']}"
+            )
+        best_speed = samples_s(base)
+        gains = [samples_s(figures) / best_speed - 1 for figures in results]
+
+    left = []  # candidates that are still to be tried, the best first
+    for candidate, gain in zip(candidates, gains, strict=False):  # then come those of `alone`
+        if gain >= WORTH_A_TRY:
+            left.append(candidate._replace(gain=gain))
+    left.sort(key=lambda candidate: -candidate.gain)
+    chosen = []
+    while sets := foreseen(chosen, left, least_gain):
+        with closing(run([over_start(tried) for tried in sets])) as results:
+            for tried, figures in zip(sets, results, strict=True):
+                candidate = tried[-1]
+                left = left[left.index(candidate) + 1 :]
+                pays = samples_s(figures) > best_speed * (1 + least_gain)
+                if pays:
+                    best_speed = samples_s(figures)
+                    chosen = tried
+                if pays != (candidate.gain > least_gain):
+                    break
+    return over_start(chosen)
+
+
+def foreseen(
+    chosen: list[Candidate], candidates: list[Candidate], least_gain: float
+) -> list[list[Candidate]]:
+    """Return the sets that are tried in turn if each candidate pays beside others as it does alone.
+
+    Each set is what is chosen by then, and a candidate, of whose group nothing is chosen.
+    """
+    sets = []
+    for candidate in candidates:
+        if candidate.group in [other.group for other in chosen]:
             continue
-        speed = samples_s(run(" + ".join([*taken.values(), name]), *chosen, change))
-        if speed > best_speed * (1 + least_gain):
-            best_speed = speed
-            chosen.append(change)
-            taken[group] = name
-    names = list(taken.values()) or ["base"]
-    run(f"{' + '.join(names)}, profiled", *chosen, profile=True)
-    return chosen
+        tried = [*chosen, candidate]
+        sets.append(tried)
+        if candidate.gain > least_gain:
+            chosen = tried
+    return sets
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
@@ -501,10 +605,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--block", type=int, default=25, help="steps of a block (%(default)s)")
     parser.add_argument(
-        "--timeout", type=float, default=150, help="seconds that a setting may take (%(default)s)"
+        "--timeout",
+        type=float,
+        default=150,
+        help="seconds that a setting may take, without those in which it waits for its turn "
+        "(%(default)s)",
     )
     parser.add_argument(
         "--within", type=float, default=560, help="seconds for all settings (%(default)s)"
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=4,
+        help="settings that are set up at the same time; each is timed alone (%(default)s)",
     )
     parser.add_argument(
         "--pays",
@@ -529,6 +643,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             f"{arguments.peer} is trained on samples of given lengths: add --lengths FILE, with "
             "the tokens of a sample in each line"
         )
+    if arguments.at_once < 1:
+        parser.error(f"--at-once {arguments.at_once}: at least one setting has to be set up")
     return arguments
 
 
@@ -543,19 +659,22 @@ def main(argv: list[str]) -> None:
     run = Runner(args, lengths, shape)
     start = START[args.peer] if args.start is None else json.loads(args.start)
     if args.sets:
+        settings = []
         for name, changes in json.loads(args.sets).items():
-            if name.endswith("profiled"):
-                run(name, *start, *changes, profile=True)
-            else:
-                run(name, *start, *changes)
+            task = {"profile": True} if name.endswith("profiled") else {}
+            settings.append(Wanted(name, [*start, *changes], task))
+        list(run(settings))  # each is measured when it is asked for
         return
     try:
-        search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
+        found = search(run, OPTIONS[args.peer], ALONE[args.peer], start, args.pays)
     except BaseFailed as problem:
         sys.exit(str(problem))
     reference = {"precision": "fp32", "compile": "none", "graph": False}
-    run("plain fp32", reference, blocks=1, block=3)
+    profiled = Wanted(f"{found.name}, profiled", found.changes, {"profile": True})
+    plain = Wanted("plain fp32", [reference], {"blocks": 1, "block": 3})
+    list(run([profiled, plain]))
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     main(sys.argv[1:])

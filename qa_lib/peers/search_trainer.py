@@ -22,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -36,7 +37,7 @@ from transformers import (
     default_data_collator,
 )
 
-from qa_lib.peers.processes import Measurements
+from qa_lib.peers.processes import Measurements, exit_on_sigterm
 
 SAMPLES = 8000  # at most
 MAX_LENGTH = 384  # tokens of a sample
@@ -144,12 +145,14 @@ def span_of(samples: int, size: int) -> int:
     return max(1, min(50, samples // (4 * size)))
 
 
-def measure(task: dict) -> dict:
+def measure(task: dict, await_turn: Callable[[], None]) -> dict:
     """Train by one set of options and return its figures.
 
     `task` has the options of the command line, and the samples' `lengths`, the `options` (None for
-    the Trainer as it comes) and the model's `config`.
+    the Trainer as it comes) and the model's `config`. `await_turn` is called before anything else:
+    a set is built, compiled and timed in its turn, as workers of its loader would not wait.
     """
+    await_turn()
     began = time.perf_counter()
     multiprocessing.set_start_method("fork", force=True)  # of the data loader's, as in a script
     config = BertConfig(**task["config"])
@@ -282,4 +285,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    exit_on_sigterm()
     main(sys.argv[1:])
