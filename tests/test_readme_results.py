@@ -542,7 +542,7 @@ def test_the_headline_is_of_the_largest_model_that_was_timed_scored_and_trained_
 def test_without_a_timed_language_model_there_is_no_block_about_one():
     runs = committed()
     without = runs[runs["spec.preset.name"] != "lm-bench"]
-    said = "no language model was timed"
+    said = "L-searched has not been timed"
     refused(said, readme.language, without, evidence.REFERENCE, Path("figures"))
 
 

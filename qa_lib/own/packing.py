@@ -302,11 +302,11 @@ class PackedCollator:
     DataLoader's collate_fn, with any dataset and sampler. Packed sequences then have `tokens`
     tokens, or as many as the samples need, a multiple of 64.
 
-    It takes these columns of a sample: `input_ids` and `token_type_ids`; `labels` (or `label`, or
-    `label_ids`), which are a number, a list of real numbers for the sample, or a list of whole
-    numbers, one for each token; `start_positions` and `end_positions`; and those that `keep` names,
-    such as a weight in a loss of your own: numbers, or lists of as many numbers for each sample. It
-    leaves out others. The result is a dict of tensors on the CPU:
+    It takes these columns of a sample: `input_ids` and `token_type_ids`; `labels` (or `label`),
+    which are a number, a list of real numbers for the sample, or a list of whole numbers, one for
+    each token; `start_positions` and `end_positions`; and those that `keep` names, such as a weight
+    in a loss of your own: numbers, or lists of as many numbers for each sample. It leaves out
+    others. The result is a dict of tensors on the CPU:
 
     - `input_ids`, `position_ids` and `token_type_ids`, int64 [1, tokens];
     - `cu_seqlens`, int32 [segments + 1]: 0, then where each sample ends, then the padding's ends;
