@@ -429,7 +429,7 @@ def measured(measure, task, out, timeout_s=60.0, within_s=120.0) -> dict:
     return measurements({"name": "x"}, task)
 
 
-def processes() -> set:
+def children() -> set:
     """Return the processes that this one has begun; other tests may have left some."""
     return set(multiprocessing.active_children())
 
@@ -439,7 +439,7 @@ def noted_in_turns(folder, *tasks: dict, at_once=4) -> tuple[list[dict], list[li
 
     Return their results, and what was done when: name, "set-up" or "turn", begin and end.
     """
-    earlier = processes()
+    earlier = children()
     defaults = {"file": str(folder / "events"), "set_up_s": 0.1, "turn_s": 0.1, "faults": []}
     pairs = []
     for place, task in enumerate(tasks):
@@ -450,7 +450,7 @@ def noted_in_turns(folder, *tasks: dict, at_once=4) -> tuple[list[dict], list[li
     results = list(measurements.in_turns(pairs))
     lines = [json.loads(text) for text in (folder / "lines").read_text().splitlines()]
     assert [line["name"] for line in lines] == [line["name"] for line, _ in pairs]
-    assert processes() <= earlier
+    assert children() <= earlier
     return results, [json.loads(text) for text in (folder / "events").read_text().splitlines()]
 
 
@@ -521,23 +521,23 @@ def begun_in_turns(out) -> tuple[Measurements, list[tuple[dict, dict]]]:
 
 
 def test_those_that_wait_are_ended_where_no_more_results_are_wanted(tmp_path):
-    earlier = processes()
+    earlier = children()
     measurements, pairs = begun_in_turns(tmp_path / "lines")
     results = measurements.in_turns(pairs)
     assert next(results) == {"measured": "a"}
-    assert len(processes() - earlier) == 2
+    assert len(children() - earlier) == 2
     results.close()
-    assert processes() <= earlier
+    assert children() <= earlier
     assert len((tmp_path / "lines").read_text().splitlines()) == 1
 
 
 @pytest.mark.parametrize("place", ["wait", "_Measurement.take_turn"])
 def test_ctrl_c_ends_all_processes(place, tmp_path, monkeypatch):
-    earlier = processes()
+    earlier = children()
     running = []
 
     def interrupt(*_):
-        running.extend(processes() - earlier)
+        running.extend(children() - earlier)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(f"qa_lib.peers.processes.{place}", interrupt)
@@ -545,7 +545,7 @@ def test_ctrl_c_ends_all_processes(place, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         list(measurements.in_turns(pairs))
     assert len(running) == 3
-    assert processes() <= earlier
+    assert children() <= earlier
 
 
 def test_a_result_of_another_process_is_printed_and_appended_as_a_line(tmp_path, capsys):
