@@ -104,6 +104,13 @@ def test_bits_are_compared_over_equal_seeds_of_one_code():
     text = language_in_turns.bits_table(pd.DataFrame(scored)).replace("\u00a0", " ")
     assert "| the full stack in 16 bits (L-moments) | 4 | 1.475 | – |" in text
     assert "| the full stack in 8 bits (L-fp8-all) | 4 | 1.480 | +0.005 ± 0.000 |" in text
+    assert "is not measured yet" not in text
+    head = [
+        one | {"spec.variant": "L-fp8-head"} if one["spec.variant"] == STACK else one
+        for one in scored
+    ]
+    told = "What the full stack in 8 bits (L-fp8-all) does to them is not measured yet."
+    assert told in language_in_turns.bits_table(pd.DataFrame(head))
     few = [one for one in scored if one["spec.seed"] < 2]
     assert language_in_turns.bits_table(pd.DataFrame(few)) == ""
     # Other code's runs are no pairs of these.

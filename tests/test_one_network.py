@@ -68,7 +68,7 @@ def test_a_row_has_what_was_measured_of_a_variant():
         "F1 at threshold 0",
         "exact match",
     ]
-    assert rows[1][0] == "plain PyTorch, not searched for this network (E-searched)"
+    assert rows[1][0] == "plain PyTorch by what pays for BERT, not searched here (E-searched)"
     by_name = {row[0].rpartition("(")[2].rstrip(")"): row[1:] for row in rows}
     assert list(by_name) == ["A1", PLAIN, STACK_16_BITS, STACK]
     assert by_name["A1"] == ["–"] * 6 + ["79.00 (2)", "78.00 (2)", "76.00 (2)"]

@@ -415,7 +415,7 @@ def _f1_of_stack(runs: pd.DataFrame, timed: pd.DataFrame) -> tuple[str, list[str
     )
     lost = half - difference
     if lost > 0:
-        finding += f": {lost:.2f} at most are lost, by this interval"
+        finding += f": the interval of {LEVEL} % reaches −{lost:.2f}"
     return f"{finding}.", [source]
 
 

@@ -28,7 +28,9 @@ NOT_SCORED = "No model has been timed in turns and scored so far."
 MASKED = "A1-masked"  # the baseline with padding left out of its loss
 # What plain PyTorch is called while peers/search.py has not run for this network: its attention is
 # a guess, and a lead over it says nothing.
-UNSEARCHED = {in_turns.PLAIN: f"plain PyTorch, not searched for this network ({in_turns.PLAIN})"}
+UNSEARCHED = {
+    in_turns.PLAIN: f"plain PyTorch by what pays for BERT, not searched here ({in_turns.PLAIN})"
+}
 
 
 def one_network(runs: pd.DataFrame, group: str, figures: Path) -> str:
