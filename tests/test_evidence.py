@@ -565,19 +565,6 @@ def test_speeds_of_two_sittings_have_no_ratio(tmp_path):
     assert line["delta"] == 0.0, "a score is compared by its seed"
 
 
-def test_a_ratio_is_of_the_sittings_that_timed_both(tmp_path):
-    """Another sitting's host may be quicker; its runs count for the mean speed alone."""
-    for seed, quickness in ((0, 1), (1, 3)):
-        make(tmp_path, "A1", seed, speed=100.0 * quickness)
-        make(tmp_path, "A3", seed, speed=200.0 * quickness)
-    make(tmp_path, "A3", seed=2, speed=4000.0)
-    runs = select(load_runs(tmp_path), GROUP)
-    sitting = runs["spec.seed"].map({0: "a", 1: "b", 2: "c"})
-    line = summary.summary(runs.assign(sitting=sitting)).set_index("variant").loc["A3"]
-    assert line["ratio"] == pytest.approx(2.0)
-    assert line["samples_per_s"] == pytest.approx((200.0 + 600.0 + 4000.0) / 3)
-
-
 def test_ones_own_runs_are_one_sitting_and_archived_ones_that_of_their_code(tmp_path):
     for variant, commit in (("A1", "a" * 40), ("A3", "b" * 40)):
         change_record(make(tmp_path, variant), code={"commit": commit, "digest": None})

@@ -107,9 +107,7 @@ def test_the_caption_of_a_table_names_variants_in_it_that_ran_in_another_sitting
     monkeypatch.setattr(variants_table, "tagged", lambda _: ["A1", "A2"])
     sitting = three_seeds["spec.variant"].map({"A1": "a", "A2": "b", "A3": "b"})
     sentence = variants_table.source(three_seeds.assign(sitting=sitting))
-    said = (
-        " sittings that timed both. A2 ran in another sitting than A1, so that no ratio is shown."
-    )
+    said = " interval. A2 ran in another sitting than A1, so that no ratio is shown."
     assert sentence.endswith(said)
 
 

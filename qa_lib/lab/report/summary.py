@@ -73,11 +73,10 @@ def summary(runs: pd.DataFrame) -> pd.DataFrame:
     - n: runs that ended ok; the columns below are means over them
     - those of MEASURES, mfu and score, each with its interval `NAME±`
     - sittings: the set of those in which it was timed
-    - ratio: samples/s over the baseline's under the same values of the AXES, both means over the
-      sittings that timed both, with `ratio±` where the baseline has run with all of the line's
-      seeds; NaN where they share no sitting
+    - ratio: samples/s over the baseline's under the same values of the AXES, with `ratio±` where
+      the baseline has run with all of the line's seeds; NaN where they share no sitting
     - kernel_ratio: the baseline's kernel time of a step over the line's, for steps of as many
-      samples, in the same way; NaN where one of them has none, or where they share no sitting
+      samples; NaN where one of them has none, or where they share no sitting
     - delta: the score minus the baseline's over the seeds that both have, with `delta±`
     - warm_compile_s: the longest compilation of the runs that found code compiled
     - break_even: optimizer steps after which compilation is made up for, inf if never; NaN where
@@ -119,12 +118,12 @@ def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
     ]
     base_lines = average(base, ["cell"]).reindex(lines.index, level="cell")
     base_lines.loc[is_apart] = math.nan
-    lines["ratio"] = _over_baseline(done, values["samples_per_s"], base_name)
-    # The ratio is of means over seeds, but its interval is that of the ratios of equal seeds,
+    lines["ratio"] = lines["samples_per_s"] / base_lines["samples_per_s"]
+    # The ratio is of means over all seeds, but its interval is that of the ratios of equal seeds,
     # and would be of fewer runs than the ratio where the baseline lacks one of the seeds.
     base_has_all_seeds = base_has_seed.groupby(level=of_line).all()
     lines["ratio±"] = lines["ratio_of_seed±"].where(base_has_all_seeds & lines["ratio"].notna())
-    lines["kernel_ratio"] = 1 / _over_baseline(done, values["kernel_ms"], base_name)
+    lines["kernel_ratio"] = base_lines["kernel_ms"] / lines["kernel_ms"]
     # The baseline against itself is 1 and 0 in every run, which is no measurement.
     is_base_line = lines.index.get_level_values("variant") == base_name
     lines.loc[is_base_line, ["ratio±", "delta±"]] = math.nan
@@ -133,25 +132,6 @@ def _averaged(done: pd.DataFrame, base_name: str) -> pd.DataFrame:
     lines["warm_compile_s"] = values["warm_compile_s"].groupby(level=of_line).max()
     lines["break_even"] = _break_even(lines, base_lines)
     return lines.drop(columns=["ratio_of_seed", "ratio_of_seed±"])
-
-
-def _over_baseline(done: pd.DataFrame, measured: pd.Series, base_name: str) -> pd.Series:
-    """Return the mean of what was measured over the baseline's, indexed by cell and variant.
-
-    Both means are over runs of sittings in which both were measured: another sitting's host may be
-    quicker. NaN where there is none. `measured` has a value, or NaN, for each run of `done`.
-    """
-    runs = done[["cell", "variant", "sitting"]].assign(measured=measured.to_numpy())
-    runs = runs.dropna(subset="measured")
-    of_base = dict(list(runs[runs["variant"] == base_name].groupby("cell")))
-    nothing = runs[:0]
-    ratios = {}
-    for (cell, variant), own in runs.groupby(["cell", "variant"]):
-        base = of_base.get(cell, nothing)
-        in_both = set(own["sitting"]) & set(base["sitting"])
-        means = [part.loc[part["sitting"].isin(in_both), "measured"].mean() for part in (own, base)]
-        ratios[cell, variant] = means[0] / means[1]
-    return pd.Series(ratios, dtype=float)
 
 
 def _break_even(lines: pd.DataFrame, base_lines: pd.DataFrame) -> pd.Series:

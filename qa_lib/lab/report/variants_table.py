@@ -100,7 +100,7 @@ def source(runs: pd.DataFrame) -> str:
     sentence = (
         f"Speed and memory: group {first['group']}, code {evidence.commits(shown)}, on {hardware}, "
         f"{first['micro_batch']} samples in a forward pass, means over the timed runs; ± is half a "
-        f"{LEVEL} % interval. A ratio is of the runs in sittings that timed both."
+        f"{LEVEL} % interval."
     )
     on_other_days = [
         name for name in evidence.timed_in_other_sittings(shown) if name in tagged("headline")
