@@ -297,48 +297,43 @@ def replays(function):
     return call
 
 
+def trained_plainly_and_captured(folder, **options) -> list[FastTrainer]:
+    """Two trainers of seven micro-batches an epoch, the last one smaller, that have trained.
+
+    The second one's passes were captured.
+    """
+    sizes = {"count": 75, "per_device_train_batch_size": 12, "num_train_epochs": 2}
+    trainers = [trainer_of(FastTrainer, "tokens", folder, **sizes, **options) for _ in range(2)]
+    trainers[1].captured = CapturedBackward(trainers[1], capture=replays)
+    for trainer in trainers:
+        trainer.train()
+    return trainers
+
+
+def assert_equal_weights(one, other) -> None:
+    expected = weights_of(one)
+    for name, value in weights_of(other).items():
+        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+
+
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_gradients_of_replays_are_those_of_the_backward_pass(accumulation, tmp_path):
-    """One micro-batch of seven is smaller, and the last step has one micro-batch alone."""
-    options = {
-        "count": 75,
-        "per_device_train_batch_size": 12,
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": 2,
-    }
-    plain = trainer_of(FastTrainer, "tokens", tmp_path, **options)
-    captured = trainer_of(FastTrainer, "tokens", tmp_path, **options)
-    captured.captured = CapturedBackward(captured, capture=replays)
-    plain.train()
-    captured.train()
-    expected = weights_of(plain)
-    for name, value in weights_of(captured).items():
-        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+    """With two micro-batches a step, the last step of an epoch has one alone."""
+    options = {"gradient_accumulation_steps": accumulation}
+    assert_equal_weights(*trained_plainly_and_captured(tmp_path, **options))
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_norms_and_clipping_are_those_of_the_trainer(accumulation, tmp_path):
-    """The graph clips where a step has one micro-batch; one of seven runs without it."""
-    options = {
-        "count": 75,
-        "per_device_train_batch_size": 12,
-        "gradient_accumulation_steps": accumulation,
-        "num_train_epochs": 2,
-        "max_grad_norm": 0.05,
-        "logging_steps": 1,
-    }
-    plain = trainer_of(FastTrainer, "tokens", tmp_path, **options)
-    captured = trainer_of(FastTrainer, "tokens", tmp_path, **options)
-    captured.captured = CapturedBackward(captured, capture=replays)
+    """The graph clips where a step has one micro-batch; the smaller one runs without it."""
+    options = {"gradient_accumulation_steps": accumulation, "max_grad_norm": 0.05}
+    trainers = trained_plainly_and_captured(tmp_path, **options, logging_steps=1)
     norms = []
-    for trainer in (plain, captured):
-        trainer.train()
+    for trainer in trainers:
         norms.append([line["grad_norm"] for line in trainer.state.log_history if "loss" in line])
     assert norms[0] == pytest.approx(norms[1], rel=1e-4)
     assert min(norms[0]) > 0.05  # clipped in all steps
-    expected = weights_of(plain)
-    for name, value in weights_of(captured).items():
-        torch.testing.assert_close(value, expected[name], atol=1e-6, rtol=0, msg=name)
+    assert_equal_weights(*trainers)
 
 
 def test_gradients_are_not_clipped_where_the_arguments_say_so(tmp_path):

@@ -17,6 +17,7 @@ def run(variant, seed, speed, **more) -> dict:
         "model": "gpt2 1",
         "model.name": "gpt2:L12H768",
         "data": "text 1",
+        "length": 1024,
         "training": "as it is",
         "code": "abc",
         "code.commit": "a" * 40,

@@ -14,14 +14,28 @@ to that kernel, and may be in 8-bit floats, as may the one after attention.
 import torch
 from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.bert.modeling_bert import eager_attention_forward
 
+from qa_lib.errors import UserError
 from qa_lib.kernels.fp8 import fp8_linear, fp8_linear_and_placeholder
 from qa_lib.kernels.varlen_attention import varlen_attention_and_copy
 from qa_lib.kernels.varlen_reference import attach_bias_grad
 from qa_lib.model.architectures import encoder_of, layers_of
 from qa_lib.model.float8_layers import leave_copy, take_copy, to_float8
+
+
+def refuse_attentions(asked: bool | None, config: PreTrainedConfig) -> None:
+    """Raise UserError where a call, or else the configuration, asks for attention's weights.
+
+    `asked` is the call's `output_attentions`.
+    """
+    if config.output_attentions if asked is None else asked:
+        raise UserError(
+            "output_attentions: the kernels of attention here return no weights; "
+            "ask a model that was not sped up"
+        )
 
 
 class BiasDeferredLinear(nn.Linear):

@@ -22,11 +22,11 @@ from transformers.models.bert.modeling_bert import BertConfig
 from transformers.models.mpnet import modeling_mpnet
 from transformers.models.mpnet.modeling_mpnet import MPNetEncoder
 
-from qa_lib.errors import UserError
 from qa_lib.kernels.common import LOG2_E
 from qa_lib.kernels.varlen_attention import BiasByDistance
 from qa_lib.kernels.varlen_reference import biases_of_scores
 from qa_lib.model.bert_layers import replace_layers
+from qa_lib.model.fused_projections import refuse_attentions
 
 # Distances of so many tokens and more have the last bucket.
 REACH = 128
@@ -115,11 +115,7 @@ class MPNetModel(modeling_mpnet.MPNetModel):
         Raises UserError where the attention's weights are asked for.
         """
         config = self.config
-        if config.output_attentions if output_attentions is None else output_attentions:
-            raise UserError(
-                "output_attentions: the kernels of attention here return no weights; "
-                "ask a model that was not sped up"
-            )
+        refuse_attentions(output_attentions, config)
         if output_hidden_states is None:
             output_hidden_states = config.output_hidden_states
         hidden_states = self.embeddings(

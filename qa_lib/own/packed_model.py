@@ -212,12 +212,15 @@ def _check_mask(args: tuple, kwargs: dict) -> None:
     """Raise UserError for a packed sequence of which `cu_seqlens` has been lost on the way here."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     mask = kwargs.get("attention_mask")
-    if ids is None or mask is None or mask.ndim != 2 or mask.shape == ids.shape:
+    if ids is None or mask is None:
         return
-    raise UserError(
-        f"input_ids are {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}: of a packed "
-        "sequence the model's forward has to hand its **kwargs on to the encoder"
-    )
+    # The mask of a packed sequence is [samples, longest], and its ids are [1, tokens].
+    has_other_shape = mask.ndim == 2 and mask.shape != ids.shape
+    if has_other_shape:
+        raise UserError(
+            f"input_ids are {tuple(ids.shape)} and attention_mask {tuple(mask.shape)}: of a packed "
+            "sequence the model's forward has to hand its **kwargs on to the encoder"
+        )
 
 
 def _leave(encoder: nn.Module, args: tuple, kwargs: dict, output: ModelOutput) -> ModelOutput:

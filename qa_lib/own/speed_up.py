@@ -32,7 +32,11 @@ from qa_lib.model.architectures import REFUSED, encoder_of, layers_of
 from qa_lib.model.bert_layers import keep_names
 from qa_lib.model.fused_gelu import FusedIntermediate
 from qa_lib.model.fused_norms import use_fused_norms
-from qa_lib.model.fused_projections import FusedSelfAttention, fuse_projections
+from qa_lib.model.fused_projections import (
+    FusedSelfAttention,
+    fuse_projections,
+    refuse_attentions,
+)
 from qa_lib.model.hash_dropout import use_hash_dropout
 from qa_lib.model.packed_attention import QUICKEST, quickest_kernel
 from qa_lib.model.rotary import keep_frequencies
@@ -132,7 +136,7 @@ def _check(model: PreTrainedModel) -> None:
             "speed_up takes a model without adapters, and this one has adapters of peft: "
             "the fused linear layers would leave them out"
         )
-    expect("model", model, PreTrainedModel, _wanted(model))
+    expect("model", model, PreTrainedModel, _what_to_give(model))
     name = type(model).__name__
     kind = model.config.model_type
     if kind not in KINDS:
@@ -151,7 +155,7 @@ def _check(model: PreTrainedModel) -> None:
         raise UserError(f"this {name} has been sped up already: call speed_up once")
 
 
-def _wanted(model: object) -> str:
+def _what_to_give(model: object) -> str:
     """Return what to give in place of what is no model of transformers: an encoder within it."""
     if isinstance(model, nn.Module):
         for name, part in model.named_children():
@@ -161,15 +165,8 @@ def _wanted(model: object) -> str:
 
 
 def _refuse_attentions(encoder: nn.Module, args: tuple, kwargs: dict) -> None:
-    """Raise UserError where a call, or else the configuration, asks for attention's weights."""
-    asked = kwargs.get("output_attentions")
-    if asked is None:
-        asked = encoder.config.output_attentions
-    if asked:
-        raise UserError(
-            "output_attentions: the kernels of attention here return no weights; "
-            "ask a model that was not sped up"
-        )
+    """Raise UserError where the weights of attention are asked for."""
+    refuse_attentions(kwargs.get("output_attentions"), encoder.config)
 
 
 def _give_bert_layers(model: PreTrainedModel, root: Rooted) -> None:

@@ -259,8 +259,9 @@ class FastTrainer(Trainer):
         The graph has done it where it can. Should Trainer call this method by another name one day,
         gradients are clipped twice by the same norm, which changes nothing but the time.
         """
-        norm = None if self.captured is None else self.captured.norm
-        return super()._clip_grad_norm(model) if norm is None else norm
+        if self.captured is None or self.captured.norm is None:
+            return super()._clip_grad_norm(model)
+        return self.captured.norm
 
     def plain_step(self, model, inputs, num_items_in_batch=None) -> torch.Tensor:
         """Do what `training_step` does, uncaptured."""

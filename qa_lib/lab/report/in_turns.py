@@ -5,6 +5,8 @@ A block is runs of several variants with one seed, one after the other on one ho
 nor other code is in them. Blocks of several codes may stand together.
 """
 
+from collections.abc import Sequence
+
 import pandas as pd
 
 from qa_lib.lab.report import evidence, spoken
@@ -37,6 +39,8 @@ QUESTIONS = {"quality": "SQuAD v2", "answerable": "answerable questions"}
 SHORT = {STACK_16_BITS: "16 bits", PLAIN: "plain PyTorch"}
 SPEED = "speed.samples_per_s"
 KERNEL_MS = "time.kernel_ms"
+# Columns of runs whose values are those of a block.
+BLOCK = ("group", "model", "data", "length", "micro_batch", "block")
 ENOUGH_BLOCKS = 3  # for an interval
 ENOUGH_SEEDS = 3  # for the F1 of a model to go before that of a smaller one
 
@@ -76,12 +80,7 @@ def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
     `block`, which tells them apart. Raises NotMeasured where no block has the stack and plain
     PyTorch.
     """
-    is_shown = runs["spec.variant"].isin(SHOWN) & (runs["spec.preset.name"] == "bench")
-    timed = runs[is_shown & (runs["status"] == "ok") & (runs["spec.search"] == "")]
-    timed = timed.assign(block=timed["code"] + " " + timed["spec.seed"].astype(str))
-    block = ["group", "model", "data", "length", "micro_batch", "block"]
-    is_stack = timed["spec.variant"].eq(STACK)
-    beside_stack = timed[is_stack.groupby([timed[name] for name in block]).transform("any")]
+    beside_stack = blocks_with([STACK], timed_in_blocks(runs, SHOWN, "bench"))
     parts = [
         part
         for _, part in beside_stack.groupby(["group", "model", "data", "length"])
@@ -90,6 +89,24 @@ def blocks_with_rivals(runs: pd.DataFrame) -> pd.DataFrame:
     if not parts:
         raise NotMeasured(f"{STACK} and {PLAIN} have not both been timed in one block")
     return max(parts, key=_rank)
+
+
+def timed_in_blocks(runs: pd.DataFrame, variants: Sequence[str], preset: str) -> pd.DataFrame:
+    """Return the timed runs of some variants at a preset, with a column `block`.
+
+    Runs of one block have one code and seed; BLOCK has all columns that tell blocks apart.
+    """
+    is_meant = runs["spec.variant"].isin(variants) & runs["spec.preset.name"].eq(preset)
+    timed = runs[is_meant & runs["status"].eq("ok") & runs["spec.search"].eq("")]
+    timed = timed.astype({SPEED: float, KERNEL_MS: float}).copy()
+    timed["block"] = timed["code"] + " " + timed["spec.seed"].astype(str)
+    return timed
+
+
+def blocks_with(variants: Sequence[str], timed: pd.DataFrame) -> pd.DataFrame:
+    """Return the runs of those blocks that have one of these variants."""
+    is_one = timed["spec.variant"].isin(variants)
+    return timed[is_one.groupby([timed[name] for name in BLOCK]).transform("any")]
 
 
 def largest_part(blocks: pd.DataFrame) -> pd.DataFrame:
@@ -130,7 +147,7 @@ def lead_table(runs: pd.DataFrame) -> pd.DataFrame:
 
     All but n are means over blocks, each of which has the stack.
     """
-    of_block = runs.astype({SPEED: float, KERNEL_MS: float}).groupby(["block", "spec.variant"])
+    of_block = runs.groupby(["block", "spec.variant"])
     speeds = of_block[SPEED].mean().unstack()
     kernels = of_block[KERNEL_MS].mean().unstack()
     first = runs.iloc[0]

@@ -9,9 +9,10 @@ from typing import NamedTuple
 
 import pandas as pd
 
-from qa_lib.lab.report import evidence, spoken
+from qa_lib.lab.report import evidence, in_turns, spoken
 from qa_lib.lab.report.evidence import NotMeasured
 from qa_lib.lab.report.format import MISSING, factor, number, points, three_decimals
+from qa_lib.lab.report.in_turns import KERNEL_MS, SPEED
 from qa_lib.lab.report.stats import LEVEL, by_seed, compare, interval
 from qa_lib.lab.report.tables import markdown
 
@@ -21,8 +22,6 @@ STACK = "L-fp8-all"
 # The rows of each part of the table, from the slowest to the quickest, without dropout apart.
 SHOWN = (PLAIN, "L-moments", "L-fp8-head", "L-fp8-gradients", STACK)
 SHOWN_WITHOUT_DROPOUT = (f"{PLAIN}-nodropout", f"{STACK}-nodropout")
-SPEED = "speed.samples_per_s"
-KERNEL_MS = "time.kernel_ms"
 PEAK_MIB = "memory.peak_reserved_mib"
 BITS = "quality.bits_per_byte"
 IN_16_BITS = "L-moments"  # whose bits a byte those in 8 bits are compared with
@@ -41,6 +40,11 @@ class Part(NamedTuple):
     def rows(self) -> tuple[str, ...]:
         """The variants that are shown; the first is plain PyTorch, and the last the stack."""
         return SHOWN if self.drops else SHOWN_WITHOUT_DROPOUT
+
+    @property
+    def words(self) -> str:
+        """What a sentence says of it, beside the part with as many windows and dropout."""
+        return f"at {self.windows} windows" if self.drops else "without dropout"
 
     def __str__(self) -> str:
         return f"{self.windows}" if self.drops else f"{self.windows}, no dropout"
@@ -88,18 +92,8 @@ def blocks_with_plain(runs: pd.DataFrame) -> pd.DataFrame:
 
     They have a column `block`, which tells blocks apart. Raises NotMeasured where no group has one.
     """
-    shown = [*SHOWN, *SHOWN_WITHOUT_DROPOUT]
-    is_timed = (
-        runs["spec.variant"].isin(shown)
-        & runs["spec.preset.name"].eq(PRESET)
-        & runs["status"].eq("ok")
-        & runs["spec.search"].eq("")
-    )
-    timed = runs[is_timed].astype({SPEED: float, KERNEL_MS: float, PEAK_MIB: float}).copy()
-    timed["block"] = timed["code"] + " " + timed["spec.seed"].astype(str)
-    is_plain = timed["spec.variant"].isin([SHOWN[0], SHOWN_WITHOUT_DROPOUT[0]])
-    columns = ["group", "model", "data", "micro_batch", "block"]
-    beside = timed[is_plain.groupby([timed[name] for name in columns]).transform("any")]
+    timed = in_turns.timed_in_blocks(runs, [*SHOWN, *SHOWN_WITHOUT_DROPOUT], PRESET)
+    beside = in_turns.blocks_with([SHOWN[0], SHOWN_WITHOUT_DROPOUT[0]], timed)
     if beside.empty:
         raise NotMeasured(f"{PLAIN} has not been timed")
     groups = [part for _, part in beside.groupby(["group", "model", "data"])]
@@ -113,7 +107,7 @@ def lead_table(blocks: pd.DataFrame, part: Part) -> pd.DataFrame:
     memory; lead and lead±, its speed over that of plain PyTorch; kernel_lead, the same by kernels.
     All but n are means over blocks.
     """
-    in_part = blocks[blocks["micro_batch"] == part.windows]
+    in_part = blocks[blocks["micro_batch"] == part.windows].astype({PEAK_MIB: float})
     of_block = in_part.groupby(["block", "spec.variant"])
     speeds = of_block[SPEED].mean().unstack()
     kernels = of_block[KERNEL_MS].mean().unstack()
@@ -156,22 +150,18 @@ def goals(parts: dict[Part, pd.DataFrame]) -> str:
         _judged(f"at most {number(MOST_GIB)} GiB", first["gib"] <= MOST_GIB),
     ]
     for part, goal in LEADS.items():
-        if part in parts:
-            lead = parts[part].loc[part.rows[-1], "lead"]
-            wanted = (
-                f"{factor(goal)} at {part} windows"
-                if part.drops
-                else (f"{factor(goal)} without dropout")
-            )
-            said.append(_judged(wanted, lead >= goal, f"by {goal - lead:.3f}"))
+        if part not in parts:
+            continue
+        lead = parts[part].loc[part.rows[-1], "lead"]
+        missed_by = f" by {goal - lead:.3f}"
+        said.append(_judged(f"{factor(goal)} {part.words}", lead >= goal, missed_by))
     return f"Goals: {', '.join(said)}."
 
 
 def _judged(goal: str, is_reached: bool, missed_by: str = "") -> str:
     """Return a goal and whether it is reached."""
-    if is_reached:
-        return f"{goal} (reached)"
-    return f"{goal} ({f'missed {missed_by}'.rstrip()})"
+    verdict = "reached" if is_reached else f"missed{missed_by}"
+    return f"{goal} ({verdict})"
 
 
 def _in_words(parts: dict[Part, pd.DataFrame]) -> pd.DataFrame:

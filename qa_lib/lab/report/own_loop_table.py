@@ -97,11 +97,11 @@ def own_lead(runs: pd.DataFrame, group: str, figures: Path) -> str:
     shown = newest_of_most(load_lines(FILE))
     ways = way_lines(shown)
     leads = lead_lines(ways)
-    is_own_place = (leads[list(OWN_PLACE)] == list(OWN_PLACE.values())).all(axis=1)
-    of_trainer = "".join(
-        f" {WAYS[FAST]} trains at {factor(lead)}." for lead in leads[is_own_place]["fast"].dropna()
-    )
-    return finding_of(ways, spoken.card(shown["card"].iloc[0])) + of_trainer
+    finding = finding_of(ways, spoken.card(shown["card"].iloc[0]))
+    of_trainer = leads.loc[_is_own_place(leads), "fast"].dropna()
+    if of_trainer.empty:
+        return finding
+    return f"{finding} {WAYS[FAST]} trains at {factor(of_trainer.iloc[0])}."
 
 
 def on_a_gpu() -> str:
@@ -318,8 +318,7 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
     ):
         compared = ways[(ways["way"] == ALL) & ways[column].notna()]
         if len(compared):
-            is_own_place = (compared[list(OWN_PLACE)] == list(OWN_PLACE.values())).all(axis=1)
-            place = is_own_place.idxmax()  # the first line, where none is
+            place = _is_own_place(compared).idxmax()  # the first line, where none is
             line = next(compared.loc[[place]].itertuples())
             lead = factor(getattr(line, column))
             return (
@@ -327,6 +326,11 @@ def finding_of(ways: pd.DataFrame, card: str) -> str:
                 f"{_place(line)} samples a step{_by_kernels(ways, line, way)}.**"
             )
     return ""
+
+
+def _is_own_place(lines: pd.DataFrame) -> pd.Series:
+    """Return which lines are of OWN_PLACE."""
+    return (lines[list(OWN_PLACE)] == list(OWN_PLACE.values())).all(axis=1)
 
 
 def _by_kernels(ways: pd.DataFrame, line, other: str) -> str:
@@ -399,9 +403,7 @@ def own_step_sentence(ways: pd.DataFrame, runs: pd.DataFrame, card: str) -> str:
     That is at OWN_PLACE, by the median of the newest code's timed runs on this card. "" where
     either was not measured.
     """
-    is_loop = ways["way"] == ALL
-    for column, value in OWN_PLACE.items():
-        is_loop &= ways[column] == value
+    is_loop = ways["way"].eq(ALL) & _is_own_place(ways)
     own = _newest_own_runs(runs, card)
     if own.empty or not is_loop.any():
         return ""
